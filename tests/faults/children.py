@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import s3ec.node
 import s3ec.runtime
-from s3ec.errors import S3ECError, TierError
+from s3ec.errors import S3ECError
 from s3ec.index import maker
 from s3ec.index.delete import delete_chosen
 from s3ec.index.deltas import Announcer
@@ -48,8 +48,6 @@ from tests.faults.embeddings import (
 )
 from tests.faults.engine import Engine
 from tests.faults.indexed import unions_at_once
-from tests.faults.seccomp import refuse_hard_links
-from tests.support.on_disk import evict
 from tests.support.waiting import DEADLINE_S, eventually
 
 _PR_SET_PDEATHSIG = 1
@@ -201,39 +199,6 @@ def limits(**changes: float) -> Iterator[None]:
         yield
     finally:
         s3ec.node.Limits = Limits  # type: ignore[misc]
-
-
-def work(*, settings: dict[str, str], stock: int, first: int, **how: int | bool) -> None:
-    """Fetch, save and evict a little; when the spool is empty, end in order.
-
-    Args:
-        how: ``umask``, ``uid``, ``linkless``: what is special about this process.
-    """
-    os.umask(how.get("umask", 0o022))
-    if "uid" in how:
-        os.setgid(how["uid"])
-        os.setuid(how["uid"])
-    if how.get("linkless") and not refuse_hard_links():
-        say("unable")
-        return
-    try:
-        life = Life(settings, first)
-    except TierError as exc:
-        say(f"refused {exc}")
-        return
-    say("up")
-    for begin in range(first, first + 24, 6):
-        for number in range(begin, begin + 6):
-            life.save_unless_known(number)
-        life.use(*life.chance.sample(range(stock), 6))
-        for number in life.chance.sample(range(stock), 3):
-            evict(life.node.tier, key_at(number))
-    wait_until_saved(life)
-    say("worked")
-    life.announce()
-    say(f"refused by the disk {life.count('spool.refused'):g}")
-    life.close(DEADLINE_S)
-    say("done")
 
 
 def fork(*, settings: dict[str, str], stock: int, first: int) -> None:
@@ -615,7 +580,7 @@ def squeeze(
     say("done")
 
 
-_AT_WORK = (live, finish, save, keep, one, want, work, fork)
+_AT_WORK = (live, finish, save, keep, one, want, fork)
 _ENDING = (terminated, interrupted, starved, leaks)
 COMMANDS = {function.__name__: function for function in (*_AT_WORK, *_ENDING, tell, squeeze)}
 

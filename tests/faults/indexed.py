@@ -16,7 +16,7 @@ from s3ec.index.names import ServerClock
 from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchResult
 from s3ec.settings import Settings
-from s3ec.testing.server import LocalS3
+from s3ec.testing.server import S3Server
 from tests.faults.embeddings import (
     ENTRY_BYTES,
     LAYOUT,
@@ -35,18 +35,20 @@ _TIMEOUT_S = 120.0
 
 
 class Bucket:
-    """One prefix of a bucket, written and looked at past every node.
+    """A bucket, or one prefix of it, written and looked at past every node and proxy.
 
     Args:
         server: Of which only a client is used.
         prefix: So that one bucket holds any number of corpora.
+        url: Where nodes find it, if that is not the server itself.
     """
 
-    def __init__(self, server: LocalS3, bucket: str, prefix: str, url: str = "") -> None:
+    def __init__(self, server: S3Server, bucket: str, prefix: str = "", url: str = "") -> None:
         self.name, self.prefix = bucket, prefix
         self.url = url or server.endpoint_url
+        self.client = server.client()
+        self._root = f"{prefix}/" if prefix else ""
         self._server = server
-        self._client = server.client()
 
     def settings(self, cache_dir: Path, **other: str) -> dict[str, str]:
         return {
@@ -67,27 +69,26 @@ class Bucket:
         }
 
     def put(self, name: str, body: bytes) -> None:
-        self._client.put_object(Bucket=self.name, Key=f"{self.prefix}/{name}", Body=body)
+        self.client.put_object(Bucket=self.name, Key=self._root + name, Body=body)
         if not body:
             # The next PUT on this connection would hang (SeaweedFS 4.48 with this client).
-            self._client = self._server.client()
+            self.client = self._server.client()
 
     def get(self, name: str) -> bytes:
-        reply = self._client.get_object(Bucket=self.name, Key=f"{self.prefix}/{name}")
+        reply = self.client.get_object(Bucket=self.name, Key=self._root + name)
         body: bytes = reply["Body"].read()
         return body
 
     def delete(self, *names: str) -> None:
         for name in names:
-            self._client.delete_object(Bucket=self.name, Key=f"{self.prefix}/{name}")
+            self.client.delete_object(Bucket=self.name, Key=self._root + name)
 
     def names(self, below: str = "") -> list[str]:
-        start = f"{self.prefix}/"
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self.name, Prefix=start + below
+        pages = self.client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.name, Prefix=self._root + below
         )
         keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
-        return sorted(key.removeprefix(start) for key in keys)
+        return sorted(key.removeprefix(self._root) for key in keys)
 
     def stock(self, *numbers: int) -> None:
         """Objects and the modality's record, announced by nobody."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from s3ec.counters import Counters
@@ -15,10 +14,11 @@ from s3ec.identity import digest_of_name
 from s3ec.index.deltas import parse_delta
 from s3ec.index.names import deltas_prefix
 from s3ec.index.snapshot import Segment
-from s3ec.testing.server import LocalS3
+from s3ec.testing.server import S3Server
 from s3ec.tier.tier import Tier
-from tests.faults.embeddings import LAYOUT, NAMESPACE, RECORD, body_at, key_at, spooled_below
-from tests.support.indexes import delta_bytes, delta_name, sizes_in
+from tests.faults.embeddings import LAYOUT, NAMESPACE, key_at, spooled_below
+from tests.faults.indexed import Bucket
+from tests.support.indexes import sizes_in
 from tests.support.on_disk import audit_of, found_in
 
 OBJECTS = f"/{LAYOUT.objects}"
@@ -54,14 +54,15 @@ class Site:
         stocked: Names of objects that no client of the proxy put.
     """
 
-    def __init__(self, proxy: FaultProxy, bucket: str, server: LocalS3, cache_dir: Path) -> None:
+    def __init__(self, proxy: FaultProxy, bucket: str, server: S3Server, cache_dir: Path) -> None:
         self.proxy = proxy
         self.bucket = bucket
         self.cache_dir = cache_dir
         self.created = Created()
         self.stocked: set[str] = set()
         self.proxy.add(Rule(self.created))
-        self.client = server.client()
+        self._held = Bucket(server, bucket)
+        self.client = self._held.client
 
     def settings(self, **other: str) -> dict[str, str]:
         return {
@@ -103,48 +104,35 @@ class Site:
 
     def stock(self, *numbers: int) -> None:
         """Put the modality's record, and these numbers' objects."""
-        self.client.put_object(Bucket=self.bucket, Key=LAYOUT.modality("image"), Body=RECORD)
-        for number in numbers:
-            self.put(number, body_at(number))
+        self._held.stock(*numbers)
+        self.stocked.update(key_at(number).name for number in numbers)
 
     def put(self, number: int, body: bytes) -> None:
         """Put anything under a number's name, past all conditions, as only an outsider can."""
-        name = LAYOUT.object(key_at(number))
-        self.client.put_object(Bucket=self.bucket, Key=name, Body=body)
-        self.stocked.add(name.removeprefix(LAYOUT.objects))
-
-    def names(self, below: str) -> Iterator[str]:
-        """What the bucket holds below a name."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(
-            Bucket=self.bucket, Prefix=below
-        )
-        return (entry["Key"] for page in pages for entry in page.get("Contents", ()))
+        name = key_at(number).name
+        self._held.put(LAYOUT.objects + name, body)
+        self.stocked.add(name)
 
     def objects(self) -> set[str]:
         """Names below ``objects/`` that the bucket holds."""
-        return {name.removeprefix(LAYOUT.objects) for name in self.names(LAYOUT.objects)}
+        names = self._held.names(LAYOUT.objects)
+        return {name.removeprefix(LAYOUT.objects) for name in names}
 
     def announced(self) -> set[bytes]:
         """Digests that the bucket's deltas tell of."""
         found: set[bytes] = set()
-        for name in self.names(deltas_prefix(LAYOUT)):
-            rows = parse_delta(self._get(name), LAYOUT, name)
+        for name in self._held.names(deltas_prefix(LAYOUT)):
+            rows = parse_delta(self._held.get(name), LAYOUT, name)
             found |= sizes_in(Segment.of(rows)).keys()
         return found
 
     def announce(self, *numbers: int) -> None:
         """One delta of these numbers' objects, as a writer of now."""
-        sizes = {key_at(number).digest: len(body_at(number)) for number in numbers}
-        body = delta_bytes(sizes, LAYOUT)
-        self.client.put_object(Bucket=self.bucket, Key=delta_name(LAYOUT), Body=body)
+        self._held.announce(*numbers)
 
     def body(self, name: str) -> bytes:
         """One object as the bucket holds it."""
-        return self._get(LAYOUT.objects + name)
-
-    def _get(self, name: str) -> bytes:
-        body: bytes = self.client.get_object(Bucket=self.bucket, Key=name)["Body"].read()
-        return body
+        return self._held.get(LAYOUT.objects + name)
 
     # -- the node's folder -----------------------------------------------------------------------
 

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from tests.faults.embeddings import ENTRY_BYTES, body_at, key_at, spooled_below
+from tests.faults.embeddings import ENTRY_BYTES, key_at, spooled_below
 from tests.faults.machine import Corpus, Machine
 from tests.support.waiting import DEADLINE_S, eventually
 
@@ -134,26 +132,3 @@ def test_damaged_file_of_a_dead_process_is_deleted_by_the_one_that_adopts_it(
         machine.save(*HURT)
         machine.wait_confirmed(*ALL)
         machine.assert_in_order()
-
-
-def test_bit_flipped_anywhere_in_the_tier_gives_the_right_bytes(tmp_path: Path) -> None:
-    corpus = Corpus()
-    corpus.stock(1)
-    whole = body_at(1)
-    with Machine(corpus, tmp_path / "cache") as machine:
-
-        @settings(max_examples=12, suppress_health_check=list(HealthCheck))
-        @given(bit=st.integers(0, 8 * ENTRY_BYTES - 1), granted=st.booleans())
-        def damage(bit: int, granted: bool) -> None:
-            flipped = bytearray(whole)
-            flipped[bit // 8] ^= 1 << bit % 8
-            counters = machine.node.counters
-            machine.load(machine.grant(1))
-            before = counters.get("tier.bad_files")
-            fetched = machine.grant(1) if granted else {}
-            machine.file(1).write_bytes(flipped)
-            machine.load(fetched or machine.grant(1))  # compares every byte
-            assert counters.get("tier.bad_files") == before + 1
-            assert counters.get("bad_objects") == 0
-
-        damage()

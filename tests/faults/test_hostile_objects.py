@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from s3ec.dev.rigs.proxy import Exchange, Fault, Rule
 from s3ec.dev.rigs.proxy_faults import Cut, Endless, Flip, Replace
@@ -36,37 +33,6 @@ def flipped(body: bytes, bit: int) -> bytes:
     changed = bytearray(body)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
-
-
-def test_bit_flipped_anywhere_is_a_miss_or_the_right_bytes(stocked: Site, tmp_path: Path) -> None:
-    numbers = itertools.count()
-    with Engine.unhedged(stocked, tmp_path / "a") as engine:
-
-        @settings(max_examples=12, suppress_health_check=list(HealthCheck))
-        @given(bit=st.integers(0, 8 * ENTRY_BYTES - 1), where=st.sampled_from(["once", "bucket"]))
-        def flip(bit: int, where: str) -> None:
-            number = next(numbers)
-            key, before = key_at(number), engine.count("bad_objects")
-            stocked.put(number, body_at(number))
-            rule = Rule(Flip(bit // 8), method="GET", target=key.name, times=1)
-            if where == "once":
-                stocked.proxy.add(rule)
-            else:
-                stocked.put(number, flipped(body_at(number), bit))
-            fetched = engine.fetch(number)
-            if where == "once":
-                assert (rule.fired, fetched.outcome) == (1, FetchOutcome.READY)
-                assert asks_for(stocked, number) == 2
-                assert engine.count("bad_objects") == before
-            else:
-                assert fetched.outcome is FetchOutcome.CORRUPT
-                assert engine.fetch(number).outcome is FetchOutcome.CORRUPT
-                assert asks_for(stocked, number) == 2  # and not once more
-                assert engine.count("bad_objects") == before + 1
-                assert not engine.node.tier.entries.contains(key)
-
-        flip()
-        assert audit_of(engine.node.tier) == []
 
 
 BODIES: dict[str, Callable[[], Fault]] = {

@@ -18,11 +18,13 @@ from pathlib import Path
 
 import pytest
 
+from s3ec.connector.scheduler import SchedulerHalf
+from s3ec.connector.vllm_config import Role
 from s3ec.errors import TierError
+from s3ec.node import Node
 from s3ec.prefetch import FetchOutcome, FetchRequest
 from s3ec.runtime import DiskWatch
 from tests.faults.embeddings import ENTRY_BYTES, ROWS, identifier_at, key_at
-from tests.faults.lookups import half_of
 from tests.faults.machine import Corpus, Machine
 from tests.support.disks import FailingDisk, failing_disk
 from tests.support.waiting import DEADLINE_S, eventually
@@ -73,11 +75,34 @@ def disk(tmp_path: Path) -> Iterator[FailingDisk]:
         yield disk
 
 
+def half_of(node: Node) -> SchedulerHalf:
+    """A scheduler half that uses all that a node has."""
+    return SchedulerHalf(
+        Role(
+            producer=True,
+            consumer=True,
+            window_tokens=8192,
+            ranks=1,
+            steps_in_flight=1,
+            defer_timeout_s=60.0,
+        ),
+        index=node.index,
+        local=node.local,
+        prefetcher=node.prefetcher,
+        residents=node.residents,
+        store=node.breaker,
+        disk=node.loop.watch,
+        needs_embedding=lambda _: False,
+        placeholder_of=lambda _: {},
+        counters=node.counters,
+    )
+
+
 class Engine:
     """A scheduler's calls, one after the other, in the test's thread."""
 
     def __init__(self, machine: Machine) -> None:
-        self.half = half_of(machine.node, defer_timeout_s=60.0)
+        self.half = half_of(machine.node)
         self._requests = 0
 
     def request(self, number: int) -> object:

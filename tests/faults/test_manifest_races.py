@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ from tests.faults.indexed import (
     run_verify,
     serve,
 )
-from tests.faults.lookups import Lookups
 from tests.support.waiting import DEADLINE_S, eventually
 
 pytest.importorskip("torch")
@@ -151,7 +149,7 @@ def told(place: Place, *numbers: int) -> None:
 def test_requests_beside_writers_gc_and_makers_lose_nothing(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each fifth entry goes. Of the others a scheduler is granted all that were confirmed."""
+    """Each fifth entry goes. Of the others a node serves all that were confirmed."""
     stop = place.folder / "stop"
 
     def own(name: str) -> dict[str, str]:
@@ -169,8 +167,8 @@ def test_requests_beside_writers_gc_and_makers_lose_nothing(
         place.herd.start("tell", settings=own(f"w{first}"), first=first, count=60)
         for first in firsts
     ]
-    lookups, said = Lookups(place.node, time.monotonic), place.herd.said
-    asked: set[int] = set()
+    said = place.herd.said
+    asked, served = set[int](), set[int]()
 
     def all_told() -> bool:
         over = {who for who, words in list(said) if words == "done"} >= set(writers)
@@ -179,12 +177,12 @@ def test_requests_beside_writers_gc_and_makers_lose_nothing(
         refresh(place.node)
         lost = {n for n in kept if not place.node.index.maybe_contains(key_at(n))}
         assert lost == set()
-        lookups.ask(sorted(kept - asked))
+        served.update(serve(place.node, kept - asked))
         asked.update(kept)
         return over
 
     eventually(all_told)
-    assert lookups.granted == asked
+    assert served == asked
     assert len(asked) == 96
     stop.touch()
     for pid in makers:

@@ -19,7 +19,7 @@ from s3ec.dev.rigs.proxy_faults import ForgetCondition, s3_error
 from s3ec.prefetch import FetchOutcome
 from s3ec.settings import Settings
 from s3ec.store.open import open_store, probe_conditional_put
-from s3ec.testing.server import LocalS3, MotoServer
+from s3ec.testing.server import MotoServer
 from tests.faults.embeddings import LAYOUT, body_at, key_at
 from tests.faults.engine import Engine
 from tests.faults.site import Site
@@ -30,15 +30,14 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def careless(
-    moto_server: MotoServer, local_s3: LocalS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moto_server: MotoServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Site]:
     """moto, which checks no signatures, behind a proxy that drops the condition."""
     for name, value in moto_server.env().items():
         monkeypatch.setenv(name, value)
     bucket = moto_server.create_bucket(f"careless-{next(_numbers)}")
     with FaultProxy(moto_server.endpoint_url) as proxy:
-        site = Site(proxy, bucket, local_s3, tmp_path / "cache")
-        site.client = moto_server.client()
+        site = Site(proxy, bucket, moto_server, tmp_path / "cache")
         site.stock()
         proxy.add(Rule(ForgetCondition(), method="PUT"))
         yield site

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -94,6 +95,14 @@ def outcomes(node: Node) -> set[FetchOutcome]:
     return {one.outcome for one in fetch(node, ASKED).values()}
 
 
+def held_back(node: Node, gate: Gate) -> Any:
+    """What copies entries near; each copy waits for the gate."""
+    (filler,) = node._fillers
+    script = Script([Fault("put_if_absent", gate=gate)])
+    filler._place.store = FaultStore(filler._place.store, script)
+    return filler
+
+
 def test_what_is_near_is_read_near(regions: Regions, tmp_path: Path) -> None:
     regions.replicate()
     with noding(regions.settings(tmp_path / "cache")) as node:
@@ -124,32 +133,23 @@ def test_what_lags_is_read_at_home_and_near_once_it_has_come(
     assert regions.asked() == (len(ASKED), 0)
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
-        *("another entry", "cut", "web page", "zeros", "empty"),
-        *("other rows", "other width", "other modality", "larger"),
-    ],
-)
-def test_a_place_that_lies_is_a_miss_of_this_place_alone(
-    regions: Regions, tmp_path: Path, lie: str
-) -> None:
+# What a place gives instead of a sound entry: another one for each entry of these tests.
+LIES: list[Callable[[bytes], bytes]] = [
+    lambda _: body_at(len(ASKED)),
+    lambda sound: sound[:-1],
+    lambda sound: sound + bytes(2**17),
+    lambda _: b"",
+    damage.web_page,
+    damage.other_rows,
+    damage.other_width,
+    damage.other_modality,
+]
+
+
+def test_a_place_that_lies_is_a_miss_of_this_place_alone(regions: Regions, tmp_path: Path) -> None:
     regions.replicate()
-    page = b"<html>please log in</html>"
-    for number in ASKED:
-        sound = body_at(number)
-        body = {
-            "another entry": body_at(number + 1),
-            "cut": sound[:-1],
-            "web page": page,
-            "zeros": bytes(len(sound)),
-            "empty": b"",
-            "other rows": damage.other_rows(sound),
-            "other width": damage.other_width(sound),
-            "other modality": damage.other_modality(sound),
-            "larger": sound + bytes(2**17),
-        }[lie]
-        regions.near.put(LAYOUT.object(key_at(number)), body)
+    for number, lie in zip(ASKED, LIES, strict=True):
+        regions.near.put(LAYOUT.object(key_at(number)), lie(body_at(number)))
     with noding(regions.settings(tmp_path / "cache")) as node:
         refresh(node)
         assert serve(node, ASKED) == set(ASKED)
@@ -280,10 +280,7 @@ def test_what_is_copied_after_its_deletion_is_not_read_once_the_index_has_heard(
     gate = Gate()
     gone = LAYOUT.object(key_at(0))
     with noding(regions.settings(tmp_path / "cache", fill=True)) as node:
-        (filler,) = node._fillers
-        filler._place.store = FaultStore(
-            filler._place.store, Script([Fault("put_if_absent", gate=gate)])
-        )
+        held_back(node, gate)
         refresh(node)
         assert serve(node, [0]) == {0}
         assert gate.reached.wait(DEADLINE_S)
@@ -330,10 +327,7 @@ def test_a_burst_is_copied_whole_but_for_what_was_evicted_meanwhile(
 ) -> None:
     gate = Gate()
     with noding(regions.settings(tmp_path / "cache", fill=True)) as node:
-        (filler,) = node._fillers
-        filler._place.store = FaultStore(
-            filler._place.store, Script([Fault("put_if_absent", gate=gate)])
-        )
+        filler = held_back(node, gate)
         refresh(node)
         assert serve(node, ASKED) == set(ASKED)
         assert gate.reached.wait(DEADLINE_S)  # the first copy is under way, the others wait
@@ -391,10 +385,7 @@ def test_one_entry_that_is_too_large_for_a_place_keeps_no_other_from_it(
 def test_what_this_disk_has_damaged_since_is_not_copied(regions: Regions, tmp_path: Path) -> None:
     gate = Gate()
     with noding(regions.settings(tmp_path / "cache", fill=True), audit=False) as node:
-        (filler,) = node._fillers
-        filler._place.store = FaultStore(
-            filler._place.store, Script([Fault("put_if_absent", gate=gate)])
-        )
+        filler = held_back(node, gate)
         refresh(node)
         assert serve(node, ASKED) == set(ASKED)
         assert gate.reached.wait(DEADLINE_S)

@@ -30,7 +30,7 @@ from tests.support.waiting import eventually
 
 torch = pytest.importorskip("torch")
 
-READY, MISMATCH, UNAVAILABLE = FetchOutcome.READY, FetchOutcome.MISMATCH, FetchOutcome.UNAVAILABLE
+READY, UNAVAILABLE = FetchOutcome.READY, FetchOutcome.UNAVAILABLE
 SLOW_DOWN = faults.s3_error(503, "SlowDown")
 
 
@@ -133,19 +133,6 @@ def test_a_fault_that_comes_once_is_made_good_by_one_repetition(
     assert not counter or rig.count(counter) == before + 1
     asked = [one for one in proxy.requests if key_at(number).name in one.target]
     assert len(asked) == 2
-
-
-@pytest.mark.parametrize(
-    "fault", [faults.Announce(10**12), faults.Endless()], ids=["a terabyte", "without an end"]
-)
-def test_a_body_larger_than_the_embedding_is_a_miss(
-    fault: Fault, rig: Rig, proxy: FaultProxy
-) -> None:
-    before = rig.count("mismatch.size")
-    rule = proxy.add(Rule(fault, method="GET", target=OBJECTS))
-    assert rig.fetch(rig.fresh(in_bucket=True)).outcome is MISMATCH
-    assert 1 <= rule.fired <= 2  # where obstore cannot read a reply the SDK is asked
-    assert rig.count("mismatch.size") == before + 1
 
 
 @pytest.mark.parametrize(

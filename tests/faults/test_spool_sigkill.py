@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -83,36 +81,6 @@ def test_process_killed_with_a_full_queue_is_finished_by_the_next_one(
     site.let_through()
     assert savers.finish(finisher, 20) == 0  # nothing was encoded again
     assert_all_is_well(site, 20, tmp_path / "empty")
-
-
-def test_fifteen_kills_at_random_lose_nothing_that_the_tier_shows(
-    site: Site, herd: Herd, savers: Savers, tmp_path: Path
-) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")  # noqa: T201 - shown when it fails
-    chance = random.Random(seed)
-    count = spooled = 0
-    for _ in range(15):
-        count += 6
-        site.let_through()
-        site.stall(after=chance.randrange(4))
-        eventually(lambda: site.created.under_way == 0)  # of those that were killed
-        before = site.objects()
-        pid = savers.start(chance.choice(["block", "drop"]), count)
-        saves = chance.randint(4, 6)  # more than are let through, even with adopted ones
-        eventually(lambda pid=pid, saves=saves: savers.taken(pid) >= saves)  # type: ignore[misc]
-        time.sleep(chance.random() * 0.05)  # not to order anything: to hit any moment
-        herd.kill(pid)
-        assert savers.taken(pid) > len(site.objects() - before)  # the queue was not empty
-        spooled += len(site.spooled())
-        # Whatever this node would not encode again is in the bucket or on its way there.
-        missing = site.entries() - site.objects()
-        assert {digest_of_name(name).hex() for name in missing} <= site.spooled()
-    assert spooled > 0
-    assert herd.complaints() == []
-    site.let_through()
-    savers.finish("block", count)
-    assert_all_is_well(site, count, tmp_path / "empty")
 
 
 @pytest.mark.parametrize("reached", [False, True])
