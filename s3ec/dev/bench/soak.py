@@ -78,7 +78,7 @@ def run(
     """
     scale = 1.0
     if context.quick:
-        minutes, scale = min(minutes, 1.0), 0.25
+        minutes, scale = min(minutes, 1.0), 0.5
     with contextlib.ExitStack() as stack:
         if nursery is None:
             log = context.scratch / "nursery.log"
