@@ -38,11 +38,13 @@ commands = App()
 )
 def serve_s3(
     port: Annotated[
-        int, typer.Option(min=0, max=55535, help="Port on 127.0.0.1; 0 uses any free one.")
+        int,
+        typer.Option(metavar="N", min=0, max=55535, help="Port on 127.0.0.1; 0 uses any free one."),
     ] = 8333,
     data: Annotated[
         Path | None,
         typer.Option(
+            metavar="DIR",
             file_okay=False,
             help="Folder for the objects. Unset: a scratch folder, deleted at the end.",
         ),

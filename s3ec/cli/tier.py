@@ -113,7 +113,10 @@ def ls(
     limit: Annotated[
         int | None,
         typer.Option(
-            "--limit", min=0, help="Number of entries to show; 0: all. [100; with --names all]"
+            "--limit",
+            metavar="N",
+            min=0,
+            help="Number of entries to show; 0: all. [100; with --names all]",
         ),
     ] = None,
     names: Annotated[
