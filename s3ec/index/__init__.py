@@ -4,7 +4,7 @@
 ``docs/index-format.md`` has the files, in the bucket and on a node, and the rules.
 
 **A writer announces** through ``deltas.Announcer``: ``add(key, nbytes, done)`` after the object is
-stored, ``flush()``, ``close()``. It tells a 412 as well, unless ``ManifestIndex.is_announced``.
+stored, ``send_soon()``, ``close()``. It tells a 412 as well, unless ``ManifestIndex.is_announced``.
 
 **A reader** is a ``reader.ManifestIndex``. ``Node`` makes one per process::
 

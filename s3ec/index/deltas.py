@@ -327,24 +327,6 @@ class Announcer:
         self._urgent = len(self._waiting) - self._sending
         self._hurry.set()
 
-    async def flush(self) -> None:
-        """Return once all that waits now is confirmed or given up, however long that takes."""
-        items = list(self._waiting.values())
-        left = len(items)
-        settled = asyncio.Event()
-
-        def one(_: bool) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                settled.set()
-
-        for item in items:
-            item.done.append(one)
-        self.send_soon()
-        if items:
-            await settled.wait()
-
     def close(self) -> None:
         """Give up what waits, and take no more; returns at once. Idempotent."""
         self._closed = True

@@ -21,6 +21,7 @@ from s3ec.store.base import Store
 from s3ec.store.concurrency import in_parallel
 from s3ec.store.s3 import ObstoreStore
 from tests.contract.conftest import Configure, Transport
+from tests.support.indexes import all_announced
 from tests.unit.index.corpus import LAYOUT, NAMESPACE, in_thread, key_of, keys_of
 
 PAGE = 1000
@@ -52,7 +53,7 @@ async def announce(store: Store, *texts: object, wall_off_s: float = 0.0) -> Non
     announcer = Announcer(store, LAYOUT, Counters(), pause_s=0.0, clock=clock)
     for key in keys_of(*texts):
         announcer.add(key, 5, lambda _: None)
-    await announcer.flush()
+    await all_announced(announcer)
 
 
 @pytest.mark.parametrize("prefix", ["", "index/plain", "größe/圖 片+&"])

@@ -48,6 +48,7 @@ from tests.faults.embeddings import (
 )
 from tests.faults.engine import Engine
 from tests.faults.indexed import unions_at_once
+from tests.support.indexes import all_announced
 from tests.support.waiting import DEADLINE_S, eventually
 
 _PR_SET_PDEATHSIG = 1
@@ -533,7 +534,7 @@ def tell(*, settings: dict[str, str], first: int, count: int) -> None:
                 body = body_at(number)
                 await node.store.put_if_absent(LAYOUT.object(key_at(number)), [body])
                 announcer.add(key_at(number), len(body), lambda _: None)
-            await announcer.flush()
+            await all_announced(announcer)
             say(f"told {start}")
         announcer.close()
 

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterable, Mapping
 
 from s3ec.identity import Key, Layout, make_key
-from s3ec.index.deltas import encode_delta, list_deltas, read_deltas
+from s3ec.index.deltas import Announcer, encode_delta, list_deltas, read_deltas
 from s3ec.index.names import Names, SnapshotName, deltas_prefix, list_snapshots
 from s3ec.index.snapshot import Rows, Segment, merge
 from s3ec.store.base import Store
 from s3ec.testing.memory_store import MemoryStore
+from tests.support.waiting import until
 
 NAMESPACE = "gemma-0123456789abcdef"
 LAYOUT = Layout(NAMESPACE)
@@ -46,6 +47,12 @@ async def announce(
     sizes = dict.fromkeys((key.digest for key in keys), nbytes)
     await store.put_if_absent(name, [delta_bytes(sizes, layout)])
     return name
+
+
+async def all_announced(announcer: Announcer) -> None:
+    """Have it send all that waits; returns when that is confirmed or given up."""
+    announcer.send_soon()
+    await until(lambda: not len(announcer))
 
 
 def put_delta(

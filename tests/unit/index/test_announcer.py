@@ -16,7 +16,7 @@ from s3ec.index.names import Names, ServerClock, deltas_prefix, time_s
 from s3ec.index.snapshot import Segment
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from tests.support.clock import START_S, Clock
-from tests.support.indexes import sizes_in
+from tests.support.indexes import all_announced, sizes_in
 from tests.support.waiting import reached, until
 from tests.unit.index.corpus import LAYOUT, Corpus, key_of
 
@@ -63,7 +63,7 @@ def rows(*texts: object, nbytes: int = 5) -> dict[bytes, int]:
 
 async def test_nothing_is_asked_of_the_bucket_before_something_is_added(corpus: Corpus) -> None:
     rig = Rig(corpus)
-    await rig.announcer.flush()
+    await all_announced(rig.announcer)
     assert not rig.store.calls
 
 
@@ -96,7 +96,7 @@ async def test_add_waits_for_nothing_while_a_delta_hangs(corpus: Corpus) -> None
     assert rig.told == {"a": [], "b": []}
     assert len(rig.announcer) == 2
     gate.release()
-    await rig.announcer.flush()
+    await all_announced(rig.announcer)
     assert rig.announced() == [rows("a"), rows("b")]
 
 
@@ -148,7 +148,7 @@ async def test_names_are_not_below_the_newest_that_was_accepted(corpus: Corpus) 
     newest = Names().next(START_S + 30)
     rig = Rig(corpus, newest=lambda: newest)
     rig.add("a")
-    await rig.announcer.flush()
+    await all_announced(rig.announcer)
     assert corpus.index_names("delta")[0] > newest
 
 
@@ -161,10 +161,10 @@ async def test_a_clock_that_was_ahead_does_not_stay_ahead(corpus: Corpus) -> Non
         clock=ServerClock(wall_clock=wall),
     )
     rig.add("a")
-    await rig.announcer.flush()
+    await all_announced(rig.announcer)
     rig.announcer._until_ask = 0
     rig.add("b")
-    await rig.announcer.flush()
+    await all_announced(rig.announcer)
     first, last = corpus.index_names("delta")
     assert time_s(last) > START_S + 1e7  # nobody told it better
     assert time_s(first) < START_S + 100
@@ -179,7 +179,7 @@ async def test_too_much_that_waits_is_refused_and_said_once(
     assert (rig.told["c"], rig.told["d"]) == ([False], [False])
     rig.add("a")  # it waits already
     assert caplog.text.count("wait to be announced") == 1
-    await rig.announcer.flush()
+    await all_announced(rig.announcer)
     assert rig.told["a"] == [True, True]
 
 
@@ -189,7 +189,7 @@ async def test_a_full_batch_does_not_wait(corpus: Corpus, monkeypatch: pytest.Mo
     rig.add(*range(7))
     await until(lambda: len(rig.announced()) == 2)
     assert len(rig.announcer) == 1
-    await rig.announcer.flush()
+    await all_announced(rig.announcer)
     assert [len(each) for each in rig.announced()] == [3, 3, 1]
 
 
@@ -205,7 +205,7 @@ async def test_a_batch_that_cannot_be_encoded_is_given_up_and_the_next_one_is_no
         rig.add("a")
         await until(lambda: rig.told["a"] == [False])
     rig.add("b")
-    await rig.announcer.flush()
+    await all_announced(rig.announcer)
     assert rig.announced() == [rows("b")]
     assert any(record.levelno >= logging.ERROR for record in caplog.records)
 

@@ -37,6 +37,7 @@ from s3ec.index.maker import Made, make_union, rebuild
 from s3ec.index.names import MARGIN_S, Names, ServerClock, deltas_prefix, time_s
 from s3ec.testing.fault_store import Fault, FaultStore, Gate, Script
 from tests.support.clock import Clock
+from tests.support.indexes import all_announced
 from tests.support.waiting import until
 from tests.unit.index.corpus import LAYOUT, NAMESPACE, REFRESH_S, Corpus, Reader, key_of
 
@@ -151,7 +152,7 @@ class IndexMachine(RuleBasedStateMachine):
     async def _announce(self, key: int, clock: ServerClock) -> None:
         announcer = Announcer(self.corpus.store, LAYOUT, Counters(), pause_s=0.0, clock=clock)
         announcer.add(key_of(key), 5, lambda _: None)
-        await announcer.flush()
+        await all_announced(announcer)
 
     @rule(key=KEYS)
     def save_and_die(self, key: int) -> None:
@@ -227,18 +228,16 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def damage_the_newest_snapshot(self) -> None:
         """One that no reader has: where it has a predecessor, that one serves."""
-        names = [
-            info.name
-            for _, info in self.loop.run_until_complete(
-                maker.list_snapshots(self.corpus.store, LAYOUT)
-            )
-        ]
+        found = self.loop.run_until_complete(maker.list_snapshots(self.corpus.store, LAYOUT))
         mine = self.reader.index.counts().snapshot
-        if not self.damaged and len(names) > 1 and not names[0].endswith(str(mine)):
-            body = bytearray(self.corpus.objects[names[0]])
+        if not self.damaged and len(found) > 1 and found[0][0] != mine:
+            name = found[0][1].name
+            body = bytearray(self.corpus.objects[name])
             body[-5] ^= 1
-            self.corpus.objects[names[0]] = bytes(body)
+            self.corpus.objects[name] = bytes(body)
             self.damaged = True
+            # Names may be a moment later than what they name.
+            self.listed_s = min(self.listed_s, time_s(found[1][0].listed) - 1)
 
     # -- time and the reader ---------------------------------------------------------------------
 
