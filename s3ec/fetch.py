@@ -231,7 +231,7 @@ class Fetcher:
         Returns:
             Seconds; 0 where its size is not known, since no record of its modality was read yet.
         """
-        record = self._records.known(want.modality)
+        record = self._records.expected(want.modality)
         if record is None:
             return 0.0
         return _longer_s(_most_bytes(Shape(want.rows, record.width, record.dtype)))

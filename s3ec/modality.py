@@ -30,6 +30,8 @@ _DTYPE_NAMES = frozenset(name for name, _ in DTYPES.values())
 # How long "no record yet" is believed before the bucket is asked again. Who waits for the first
 # embedding of a namespace asks about as often.
 _ABSENT_TTL_S = 0.05
+NEAR_TTL_S = 10.0
+"""How long a replica's record is believed before home is asked again."""
 SETTLED_S = 300.0
 """So long a writer believes that what a namespace needs besides entries is there: `s3ec ns rm`
 may run beside an idle engine, which has stored nothing for ten minutes then."""
@@ -58,7 +60,7 @@ class ModalityRecords:
     SETTLED_S; known, which is settled no more. A read of an unknown one makes it absent or settled.
     ``settle`` makes any other one settled, by a write. A known one becomes absent only where a read
     finds nothing: it stays where the bucket fails. What a replica says while home does not answer
-    changes none of that.
+    changes none of that: it is expected, for NEAR_TTL_S.
     """
 
     def __init__(
@@ -69,11 +71,17 @@ class ModalityRecords:
         self._clock = clock
         # The record, or None for absent, and until when that is settled or believed.
         self._seen: dict[str, tuple[Record | None, float]] = {}
+        self._told: dict[str, tuple[Record, float]] = {}  # by a replica, and until when it counts
         self._reading: dict[str, asyncio.Task[Record | None]] = {}
 
     def known(self, modality: str) -> Record | None:
-        """The record where it was read already, from memory."""
+        """The record where it was read from home already, from memory."""
         return self._seen.get(modality, _UNKNOWN)[0]
+
+    def expected(self, modality: str) -> Record | None:
+        """The record where it is known or a replica told it lately, from memory."""
+        record, until_s = self._told.get(modality, _UNKNOWN)
+        return self.known(modality) or (record if self._clock() < until_s else None)
 
     async def get(self, modality: str) -> Record | None:
         """The record, or None where no producer wrote a usable one yet.
@@ -84,15 +92,18 @@ class ModalityRecords:
         record, until_s = self._seen.get(modality, _UNKNOWN)
         if record is not None or self._clock() < until_s:
             return record
-        return await self._look(modality)
+        return self.expected(modality) or await self._look(modality)
 
     async def _look(self, modality: str) -> Record | None:
         """Read the record, whatever is known; what is known stays where the bucket fails."""
         with served_by() as replicas:
             body = await self._read(self._layout.modality(modality))
         record = parse_record(body) if body is not None else None
-        if replicas:  # it goes for now; home is asked again
+        if replicas:
+            if record is not None:
+                self._told[modality] = record, self._clock() + NEAR_TTL_S
             return self.known(modality) or record
+        self._told.pop(modality, None)
         if record is None and body is not None:
             log.error("%s is not a modality record", self._layout.modality(modality))
         believed_s = _ABSENT_TTL_S if record is None else SETTLED_S

@@ -10,7 +10,7 @@ import pytest
 from s3ec.counters import Counters
 from s3ec.errors import AccessError, CorruptEntryError, UnavailableError
 from s3ec.identity import Layout
-from s3ec.modality import SETTLED_S, ModalityRecords, Record
+from s3ec.modality import NEAR_TTL_S, SETTLED_S, ModalityRecords, Record
 from s3ec.store.endpoint import Endpoint
 from s3ec.store.places import Place, PlacesStore
 from s3ec.testing.fault_store import Fault, FaultStore, Script
@@ -229,18 +229,28 @@ async def test_a_lost_reply_to_the_write_is_settled_at_the_next_try(
     assert await records.settle("image", WIDE) == WIDE
 
 
-async def test_what_a_replica_says_counts_only_until_home_answers(
-    store: FaultStore, memory: MemoryStore
+async def test_what_a_replica_says_counts_for_moments_and_only_while_home_does_not_answer(
+    store: FaultStore, memory: MemoryStore, clock: Clock
 ) -> None:
     """A forged record there would make every entry a misfit until the next restart."""
-    near = MemoryStore()
+    near = FaultStore(MemoryStore())
     await ModalityRecords(near, LAYOUT).settle("image", NARROW)
     await ModalityRecords(memory, LAYOUT).settle("image", WIDE)
     place = Place("near", near, Endpoint(16), Counters())
-    records = ModalityRecords(PlacesStore(store, [place], is_entry=LAYOUT.is_entry), LAYOUT)
+    places = PlacesStore(store, [place], is_entry=LAYOUT.is_entry)
+    records = ModalityRecords(places, LAYOUT, clock=clock)
     break_with(store, Fault(error=UnavailableError))
-    assert await records.get("image") == await records.get_soon("image", 60.0) == NARROW
+    assert records.expected("image") is None
+    for _ in range(5):  # not once for each download
+        assert await records.get("image") == await records.get_soon("image", 60.0) == NARROW
+    assert near.calls["get"] == 1
+    assert records.expected("image") == NARROW
     assert records.known("image") is None  # so nothing is granted at once by it
+    clock.now_s += NEAR_TTL_S
+    assert records.expected("image") is None
+    assert await records.get("image") == NARROW
+    assert near.calls["get"] == 2
+    clock.now_s += NEAR_TTL_S
     store.plan = Script()
     assert await records.get("image") == WIDE
     break_with(store, Fault(error=UnavailableError))
