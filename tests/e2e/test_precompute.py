@@ -171,7 +171,9 @@ def test_a_job_that_was_stopped_and_then_killed_goes_on_until_no_engine_is_neede
 
 def assert_catalogued(corpus: Corpus) -> None:
     """A row for each picture and each page, which says what its entry is."""
-    rows = {(row.document, row.page): row for row in corpus.catalog().rows()}
+    found = list(corpus.catalog().rows())
+    rows = {(row.document, row.page): row for row in found}
+    assert len(rows) == len(found)
     pages = {("report.pdf", page) for page in range(1, PAGES + 1)}
     assert rows.keys() == pages | {(f"{number:03}.png", None) for number in range(MANY)}
     for name in (*pages, ("000.png", None)):
