@@ -20,7 +20,7 @@ from tests.unit.cli.conftest import Cli
 pytestmark = pytest.mark.s3
 
 Serve = Callable[..., subprocess.Popen[str]]
-KEYS = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_lines_can_be_pasted_and_no_given_secret_is_among_them(
     assert "hush-hush-hush" not in "".join(lines) + rest + errors
     exported = {line.removeprefix("export ").partition("=")[0] for line in lines}
     assert {"S3EC_BUCKET", "S3EC_ENDPOINT_URL"} <= exported
-    assert KEYS.isdisjoint(exported) if keys else exported >= KEYS
+    assert exported.isdisjoint(KEYS) if keys else exported.issuperset(KEYS)
     assert json.loads(shlex.split(lines[-1])[-1])["ec_connector"] == "S3ECConnector"
 
 
