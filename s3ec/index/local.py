@@ -15,7 +15,7 @@ from typing import BinaryIO
 from s3ec.errors import TierError
 from s3ec.identity import is_namespace_name
 from s3ec.index.names import SnapshotName
-from s3ec.tier.files import Folders, TempFile, make_folder, sweep_temps, try_lock
+from s3ec.tier.files import Folders, TempFile, make_folder, make_parents, sweep_temps, try_lock
 from s3ec.tier.scan import is_index_file
 
 OVERLAY = "overlay"
@@ -79,10 +79,14 @@ class NodeFolder:
             TierError: The disk refused, or the folder is not ours.
         """
         try:
+            make_parents(Path(self._folders[0]))
             for folder in self._folders:
                 make_folder(folder, given=True)
         except OSError as exc:
-            raise TierError(f"cannot make {self.path}: {exc}") from exc
+            raise TierError(
+                f"cannot make {self.path}: {exc}; set `cache_dir` to a folder on a local disk that "
+                "this user may write"
+            ) from exc
 
     def rows_path(self, name: SnapshotName) -> Path:
         """Where the rows of a snapshot lie."""

@@ -100,9 +100,7 @@ class Folders:
                 require_own_folder.
             OSError: It could not be made.
         """
-        for folder in reversed(self.root.parents):
-            if not folder.exists():
-                make_folder(folder)
+        make_parents(self.root)
         make_folder(self.root, given=True)
         for folder in (self.version, *self.inner):
             make_folder(folder)
@@ -212,6 +210,13 @@ def make_folder(path: Path | str, *, given: bool = False) -> None:
         require_own_folder(path, given=given)
         return
     os.chmod(path, FOLDER_MODE)
+
+
+def make_parents(path: Path) -> None:
+    """Create the folders above one that are missing. Those that are there may be anybody's."""
+    for folder in reversed(path.parents):
+        if not folder.exists():
+            make_folder(folder)
 
 
 def require_own_folder(path: Path | str, *, given: bool = False) -> None:

@@ -30,7 +30,7 @@ from s3ec.corpus.precompute import Job, JobOptions, PrecomputeReport, make_job
 from s3ec.corpus.reading import ReadOptions
 from s3ec.corpus.sources import SourceItem, open_source
 from s3ec.decoding import has_transparent_colour
-from s3ec.errors import AccessError, ConfigError, SourceError
+from s3ec.errors import AccessError, ConfigError, SourceError, TierError
 from s3ec.identity import Layout, Namespace, make_key
 from s3ec.index.local import NodeFolder
 from s3ec.store.base import Store
@@ -245,6 +245,19 @@ def test_what_is_encoded_is_confirmed_and_catalogued(desk: Desk) -> None:
     assert row.made_by == MADE_BY
     assert report.stored_bytes == 2 * len(blob)
     assert report.to_json()["encoded_count"] == 2
+
+
+def test_a_node_that_has_no_tier_yet_gets_its_folders(
+    desk: Desk, open_corpus: Callable[..., Corpus], tmp_path: Path
+) -> None:
+    desk.write(a=b"one")
+    fresh = Desk(open_corpus(cache_dir=str(tmp_path / "home" / ".cache" / "s3ec")), desk.folder)
+    report, _ = fresh.run()
+    assert (report.status, report.encoded) == ("complete", 1)
+    (tmp_path / "file").touch()
+    broken = Desk(open_corpus(cache_dir=str(tmp_path / "file" / "s3ec")), desk.folder)
+    with pytest.raises(TierError, match="set `cache_dir` to a folder"):
+        broken.run()
 
 
 def test_a_second_run_encodes_nothing_and_starts_no_engine(desk: Desk) -> None:
