@@ -187,6 +187,10 @@ async def hydrate(
         await asyncio.to_thread(tier.close)
 
 
+class _MisfitError(Exception):
+    """Whole and good, but not what its modality's record says: no request can use it."""
+
+
 class _Hydrator:
     """One run. The loop's thread only.
 
@@ -291,6 +295,9 @@ class _Hydrator:
         except CorruptEntryError as exc:
             self._outage.ends_with(None)
             found.damaged[one.label] = exc.reason
+        except _MisfitError as exc:
+            self._outage.ends_with(None)
+            found.damaged[one.label] = str(exc)
         except (UnavailableError, AccessError) as exc:
             found.failed[one.label] = str(exc)
             if self._outage.ends_with(exc):
@@ -353,7 +360,8 @@ class _Hydrator:
             Its size; 0 where it is absent.
 
         Raises:
-            CorruptEntryError: It stays bad, or no request of its modality can use it.
+            CorruptEntryError: It stays bad.
+            _MisfitError: To ask again would change nothing.
         """
         name, nbytes, attempt = self._layout.object(one.key), one.nbytes, 1
         while True:
@@ -411,17 +419,16 @@ class _Hydrator:
         self._tier.writer.receive(key, [body], header, used_s=used_s)
 
     async def _require_fit(self, header: codec.Header) -> None:
-        """Refuse an entry that is not what its modality's record says: no request can use it."""
+        """Raise _MisfitError for an entry that is not what its modality's record says."""
         modality = header.modality
         async with self._learning:  # one request for all who ask at once
             record = self._records.get(modality) or await self._reading.get(modality)
             if record is None:
-                what = "no record of its modality"
-                raise CorruptEntryError(what, reason=what)
+                raise _MisfitError("no record of its modality")
             self._records[modality] = record
         for name in ("width", "dtype"):
             if getattr(header.shape, name) != getattr(record, name):
-                raise CorruptEntryError(f"its {name} is not that on record", reason=name)
+                raise _MisfitError(name)
 
 
 def _full_or(exc: TierError) -> str:

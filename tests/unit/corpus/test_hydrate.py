@@ -283,6 +283,7 @@ def test_an_entry_of_another_width_than_its_modality_is_refused(rig: Rig) -> Non
     rig.bucket().entry(rig.name, IDS[0], entry_bytes(IDS[0], rig.name, width=16))
     assert rig.open().hydrate().damaged == {IDS[0]: "width"}
     assert rig.names() == set()
+    assert rig.requests("get", "get_range") == 2  # the entry and the record: again it is the same
 
 
 def test_a_large_entry_that_is_damaged_leaves_nothing(
