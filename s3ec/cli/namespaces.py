@@ -38,6 +38,7 @@ from s3ec.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from s3ec.counters import Report
+    from s3ec.identity import Layout
     from s3ec.index.delete import Contents
     from s3ec.namespaces import NamespaceInfo
     from s3ec.store.base import Store
@@ -166,17 +167,21 @@ def ns_rm(
     write into the namespace. After an interruption, the next call resumes. Nodes keep their copies
     on disk: `s3ec tier evict --to 0 --namespace NAME` removes them there.
     """
-    from s3ec.identity import is_namespace_name
+    from s3ec.identity import Layout, is_namespace_name
+    from s3ec.index.delete import remove_namespace
 
     if not is_namespace_name(namespace):
         raise ConfigError(f"{namespace!r:.100} is not a full namespace name; `s3ec ns` prints them")
+    layout = Layout(namespace)
     with source.corpus() as corpus:
 
         def remove(dry_run: bool, report: Report) -> Contents:
-            async def work(store: Store) -> Contents:
-                return await _remove(store, namespace, None if dry_run else idle, report)
-
-            return corpus.run(work) if dry_run else corpus.change(work, namespace)
+            found = corpus.run(lambda store: _survey(store, layout, report))
+            if dry_run:
+                return found
+            return corpus.change(
+                lambda store: remove_namespace(store, layout, idle, report=report), namespace
+            )
 
         def told(found: Contents) -> tuple[int, str]:
             parts = f"{many(found.entries, 'entry', 'entries')} and {found.others:,} not of s3ec"
@@ -201,19 +206,14 @@ def ns_rm(
         )
 
 
-async def _remove(store: Store, namespace: str, idle_s: float | None, report: Report) -> Contents:
-    """Count what the namespace holds; delete it, unless ``idle_s`` is None."""
-    from s3ec.identity import Layout
-    from s3ec.index.delete import remove_namespace, survey
+async def _survey(store: Store, layout: Layout, report: Report) -> Contents:
+    """Count what a namespace holds. Nothing is written where that is nothing."""
+    from s3ec.index.delete import survey
     from s3ec.namespaces import list_namespaces, require_ours
 
-    layout = Layout(namespace)
-    if idle_s is None:
-        await require_ours(store, namespace)
-        found = await survey(store, layout, report=report)
-    else:
-        found = await remove_namespace(store, layout, idle_s, report=report)
+    await require_ours(store, layout.namespace)
+    found = await survey(store, layout, report=report)
     if not found.objects:
         listed = "".join(f"\n  {name}" for name in await list_namespaces(store))
-        raise NotFoundError(f"no namespace `{namespace}`; there are:{listed or ' none'}")
+        raise NotFoundError(f"no namespace `{layout.namespace}`; there are:{listed or ' none'}")
     return found

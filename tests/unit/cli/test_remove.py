@@ -270,6 +270,16 @@ def test_ns_rm_removes_all_of_one_namespace_and_nothing_else(
     assert other in cli("ns", "rm", full, code=1).stderr
 
 
+def test_ns_rm_changes_nothing_where_no_namespace_is(cli: Cli, corpus: Corpus) -> None:
+    """A name that was mistyped leaves no trace, and what is not of s3ec stays."""
+    name = "acme-vision-0123456789abcdef"
+    assert "no namespace" in cli("ns", "rm", name, "--yes", code=1).stderr
+    assert everything(corpus) == []
+    corpus.put(f"{name}/note.txt", b"x")
+    assert "no namespace" in cli("ns", "rm", name, "--yes", code=1).stderr
+    assert set(everything(corpus)) == {f"{name}/note.txt"}
+
+
 def test_ns_rm_refuses_where_something_was_stored_a_moment_ago(
     cli: Cli, corpus: Corpus, full: str
 ) -> None:
