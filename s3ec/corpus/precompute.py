@@ -16,7 +16,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -326,13 +326,12 @@ class Job:
         left = [
             failure_of(one.item, reason) for _, some in self._under_way.values() for one, _ in some
         ]
-        try:
-            self._confirmations.settle(self._options.patience_s if not report.problem else 0.0)
-        finally:
+        with ExitStack() as last:  # all of it, also after a second Ctrl-C
+            last.callback(report.unconfirmed.extend, [] if report.is_stopped else left)
+            last.callback(self._confirmations.end)
             # Which waits for the last uploads once more, and announces them.
-            self._encoder.close()
-            self._confirmations.end()
-            report.unconfirmed += [] if report.is_stopped else left
+            last.callback(self._encoder.close)
+            self._confirmations.settle(self._options.patience_s if not report.problem else 0.0)
 
     # -- what is to be done ------------------------------------------------------------------
 

@@ -842,6 +842,22 @@ def test_last_uploads_of_an_engine_that_closes_are_waited_for(desk: Desk) -> Non
     assert desk.job(encoder, AT_ONCE).run().encoded == 1
 
 
+def test_a_job_that_is_broken_off_at_its_end_leaves_no_thread(desk: Desk) -> None:
+    desk.write(a=b"one")
+
+    @dataclass
+    class BrokenOff(FakeEncoder):
+        def close(self) -> None:
+            if not self.is_closed:
+                self.is_closed = True
+                raise KeyboardInterrupt
+
+    job = desk.job(BrokenOff(desk.corpus))
+    with pytest.raises(KeyboardInterrupt):
+        job.run()
+    assert "s3ec-confirm" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_a_catalogue_that_cannot_be_written_loses_nothing(
     desk: Desk, bucket: MemoryBucket, open_corpus: Callable[..., Corpus]
 ) -> None:
