@@ -67,7 +67,7 @@ def vllm(context: CheckContext) -> Outcome:
         return _by_release(f"version {answer['version']}", answer)
     if "ec_transfer" in context.child.last_words():
         return fail("it has no encoder-cache connectors", "install vLLM 0.26 or later")
-    mend = "mend the installation until `python -c 'import s3ec.connector'` works"
+    mend = "mend the installation until `python -c 'import s3ec.connector.compat'` works"
     return _ended_early(context.child, "installed, but does not import", mend)
 
 

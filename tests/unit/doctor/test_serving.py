@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -120,6 +121,16 @@ def test_vllm_that_does_not_import_fails_with_its_last_words(
     assert outcome.verdict == Verdict.FAIL
     assert part in outcome.found
     assert "\n" not in outcome.found
+
+
+def test_what_is_to_work_again_does_not_while_vllm_does_not_import(
+    install: Install, examine: Examine
+) -> None:
+    install("raise RuntimeError('no CUDA driver')")
+    _, _, rest = serving.vllm(examine()).mend.partition("`python -c '")
+    code, _, _ = rest.partition("'`")
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert b"no CUDA driver" in ended.stderr
 
 
 def test_vllm_without_encoder_cache_connectors_is_too_old(
