@@ -397,7 +397,7 @@ class DiskWatch:
             self._counters.add("tier.hung")
             log.warning(
                 "the disk of `cache_dir` has not answered for %.0f s; it is not used until it "
-                "does: images are encoded, saves go to the bucket from memory",
+                "does: images are encoded, saves wait in memory or go to the bucket from there",
                 self._patience_s,
             )
         else:

@@ -330,19 +330,20 @@ class Spool:
 
     def _take(self, path: str, digest: bytes, taken: list[Spooled]) -> bool:
         """Hold a file of the dead, unless the entry is held already."""
+        if digest in self._held:
+            return False
         found = os.lstat(path)
         spooled = Spooled(self._new_path(digest), digest, found.st_size, found.st_mtime)
+        os.rename(path, spooled.path)
         with self._lock:
-            if digest in self._held:
-                return False
-            self._held[digest] = spooled
-            self._nbytes += spooled.nbytes
-        try:
-            os.rename(path, spooled.path)
-        except OSError:
-            self._let_go(spooled)
-            raise
-        taken.append(spooled)
+            is_held = digest in self._held
+            if not is_held:
+                self._held[digest] = spooled
+                self._nbytes += spooled.nbytes
+        if is_held:  # by a save that came meanwhile
+            self._unlink(spooled.path)
+        else:
+            taken.append(spooled)
         return True
 
     # -- files -------------------------------------------------------------------------------

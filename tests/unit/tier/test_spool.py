@@ -384,6 +384,27 @@ def test_second_copy_of_what_we_hold_is_taken_over_once_the_first_has_gone(
     assert [lock for lock in locks_below(root) if DEAD in lock.name] == []
 
 
+def test_save_that_comes_while_an_older_copy_is_taken_over_leaves_none_of_it(
+    tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_by_the_dead(root, 0)
+    later = entry(KEY, seed=1)
+    rename = os.rename
+
+    def rename_late(path: str, target: str) -> None:
+        tier.writer.publish(KEY, [later], spool=spool)
+        rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename_late)
+        assert spool.adopt() == []
+    assert spooled(spool, KEY) == later
+    assert spool.nbytes == len(later)
+    unspool(spool, KEY)
+    assert spool_files(root) == []
+    assert spool.nbytes == 0
+
+
 def test_adoption_that_fails_in_the_middle_is_finished_by_the_next_one(
     tier: Tier, spool: Spool, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
