@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from s3ec.codec import Header, Shape
@@ -22,7 +22,7 @@ class Load:
         path: Name of the file when the scheduler's process opened it.
         pid, fd: That process, and where it has the file open until it hears of the load.
         device, inode: Of that file. Another one is no damage, it is not the one that was granted.
-        header: The file's, as it was checked, and compared with the request.
+        header: The file's, as it was checked, and compared with the request; without placeholder.
         renamed: See identity.Key.
     """
 
@@ -39,7 +39,8 @@ class Load:
     def of(cls, identifier: str, entry: OpenEntry, renamed: str = "") -> Load:
         """The load of an open entry."""
         file = entry.path, entry.pid, entry.fd, entry.device, entry.inode
-        return cls(identifier, *file, entry.header, renamed)
+        # No worker needs it, and one that a bucket nests deeply cannot be pickled on its way there.
+        return cls(identifier, *file, replace(entry.header, placeholder=None), renamed)
 
     @property
     def shape(self) -> Shape:

@@ -7,8 +7,11 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from s3ec import codec
 from s3ec.connector.messages import Load
 from s3ec.tier.open_entry import OpenEntry
 from s3ec.tier.tier import Tier
@@ -68,3 +71,16 @@ def test_what_is_held_open_is_read_whatever_became_of_its_name(tier: Tier, root:
     assert found == expected
     assert "evicted and is out of reach" in str(complaint)
     assert tier.entries.contains(key_at(3))  # it is no damage
+
+
+def test_a_load_reaches_its_worker_whatever_the_bucket_says_of_placeholders(tier: Tier) -> None:
+    """JSON may be nested deeper than what pickle can follow, and that would end the engine."""
+    key, nested = key_at(0), list[Any]()
+    for _ in range(480):
+        nested = [nested]
+    plain = entry(key)
+    header = codec.parse_header(plain)
+    front = codec.encode_header(replace(header, placeholder={"nested": nested}))
+    tier.writer.publish(key, [front + plain[header.data_start :]])
+    held = opened(tier, key)
+    assert read_elsewhere(Load.of("0", held)) == [values(held)]
