@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler half knows of each embedding: where it is, and who waits for it.
+"""The scheduler half's state of each embedding: where it is, and which requests wait for it.
 
-All of it is in memory and belongs to the scheduler's thread. How a request waits is in
-``request_waits.py``.
+All state is in memory and belongs to the scheduler's thread. ``request_waits.py`` decides how a
+request waits.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from s3ec.prefetch import FetchOutcome, FetchRequest, FetchResult, Prefetcher, P
 from s3ec.tier.open_entry import OpenEntry
 from s3ec.tier.residents import Residents
 
-# A failed fetch is not tried again for the same image within this time: the request that is
-# being deferred must go on, and the next one must not wait for the same failure.
+# A failed fetch is not retried for the same image within this time: the deferred request must
+# continue, and the next one must not wait for the same failure.
 RETRY_AFTER_S = 5.0
 # For a request without pixels, or one that names the embedding, "absent" means "not yet": the
-# encoder that made it may still be uploading it. It is asked for again after the first pause, then
-# after one and a half times that... Pauses that double would come too late by up to half the time
-# that the upload takes; what is asked in vain costs a few requests without a body.
+# instance that encoded it may still be uploading it. The fetch is retried after the first pause,
+# then after 1.5 times that pause, and so on. Doubled pauses would detect the upload too late, by up
+# to half its duration; retries without result cost a few requests without a body.
 FIRST_PAUSE_S = 0.05
 PAUSE_GROWTH = 1.5
 LONGEST_PAUSE_S = 1.0
-# An item that no request asked about for this long becomes unknown; the entry stays a resident.
+# An item without a request for this long becomes unknown; its entry stays a resident.
 LEASE_S = 30.0
 
 
 class State(enum.Enum):
-    """What can be said about an item to a request that asks for it."""
+    """State of an item, as seen by a request that needs it."""
 
     FETCHING = enum.auto()
     READY = enum.auto()
@@ -47,22 +47,22 @@ _FORGOTTEN = Priority.FORGOTTEN
 
 @dataclass(slots=True)
 class Item:
-    """One identifier that is being fetched, is here, or is known to have failed.
+    """One identifier that is being fetched, is here, or has failed to arrive.
 
     Attributes:
-        priority: Its place in the prefetcher's queue; FORGOTTEN once nobody waits for it.
-        touched_s: When somebody asked last, or when it arrived or failed.
-        modality: Of the entry; before that, what was asked for.
-        rows: Likewise.
-        asked_s: When it was asked for the first time, or anew.
-        entry: On this node; only a READY item has one.
-        failures: Fetches in a row that brought nothing.
-        may_come: Of one that has FAILED: another fetch may bring it.
-        was_local: Of one that has FAILED: this node's disk was believed to hold it.
-        is_far: Of one that is being fetched: no replica has given it, and home is asked.
-        promised: A request has named it and the index does not know it: it is being uploaded.
-        was_absent: Of one that has FAILED: neither this node nor the bucket had it.
-        downloaded: It came from the bucket, and nobody has been granted it since.
+        priority: Its priority in the prefetcher's queue; FORGOTTEN once no request waits for it.
+        touched_s: When a request last asked for it, or when it arrived or failed.
+        modality: The entry's modality; before it arrives, the requested one.
+        rows: The entry's rows; before it arrives, the requested ones.
+        asked_s: When it was first requested, or requested again with its failures reset.
+        entry: The open entry on this node; only a READY item has one.
+        failures: Fetches in a row without result.
+        may_come: FAILED items only: another fetch may bring it.
+        was_local: FAILED items only: this node's disk was believed to hold it.
+        is_far: FETCHING items only: no replica has it, and home is asked.
+        promised: A request has named it and the index lacks it: it is being uploaded.
+        was_absent: FAILED items only: neither this node nor the bucket had it.
+        downloaded: It came from the bucket, and has not been granted since.
         waiters: Requests that wait for it, or will need it later.
     """
 
@@ -84,20 +84,20 @@ class Item:
     waiters: set[str] = field(default_factory=set)
 
     def fits(self, rows: int, modality: str) -> bool:
-        """Whether it is what a request asks for, or was asked for as that."""
+        """Return True if the item's rows and modality are those that a request asks for."""
         return self.rows == rows and self.modality == modality
 
     def failed_lately(self, now: float) -> bool:
-        """Of one that has FAILED: whether it is too soon to try again."""
+        """Return True if it is too soon to retry this FAILED item."""
         return now - self.touched_s < RETRY_AFTER_S
 
     def is_due(self, now: float) -> bool:
-        """Of one that has FAILED: whether a request without pixels should ask for it again."""
+        """Return True if a request without pixels should retry this FAILED item now."""
         pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** min(self.failures - 1, 20), LONGEST_PAUSE_S)
         return now - self.touched_s >= pause_s
 
     def is_over(self, now: float) -> bool:
-        """Whether its time is over, so that it becomes unknown. A fetch always ends by itself."""
+        """Return True if the item has expired and becomes unknown. A fetch ends by itself."""
         if self.state is FAILED:
             return now - self.touched_s > RETRY_AFTER_S
         return self.state is READY and now - self.touched_s > LEASE_S
@@ -111,28 +111,29 @@ class ItemTracker:
     ========  ===============================  =============================================
     state     goes to                          when
     ========  ===============================  =============================================
-    (none)    READY                            a resident is asked for, see ``grant``
-    FETCHING  READY                            its entry has come
-    FETCHING  FAILED                           nothing came, or it does not fit
-    READY     unknown                          a step loads it, or nobody asked for LEASE_S
-    FAILED    FETCHING                         somebody asks again, see ``fetch``
+    (none)    READY                            a request needs a resident, see ``grant``
+    FETCHING  READY                            its entry has arrived
+    FETCHING  FAILED                           the fetch failed, or its entry does not fit
+    READY     unknown                          a step loads it, or LEASE_S pass without request
+    FAILED    FETCHING                         a request needs it again, see ``fetch``
     FAILED    unknown                          RETRY_AFTER_S have passed
     ========  ===============================  =============================================
 
-    Only READY is granted, and READY always has an open entry. ABSENT is an answer and never stored.
-    What becomes unknown lets go of its entry; the bytes stay in the tier. A step holds the entries
-    that it loads until every rank has reported it, or until it must have ended: vLLM schedules at
-    most ``role.steps_in_flight`` ahead, and one more is for ranks behind the one that answers.
+    Only READY is granted, and READY always has an open entry. ABSENT is returned, never stored. An
+    item that becomes unknown releases its entry; the bytes stay in the tier. A step holds the
+    entries that it loads until every rank has reported it, or until it must have ended: vLLM
+    schedules at most ``role.steps_in_flight`` ahead, one of them for ranks that lag behind.
 
-    The prefetcher is told once per step, by ``next_step``.
+    ``next_step`` submits all requests to the prefetcher, once per step.
 
     Attributes:
-        items: By identifier. For reading, but for ``touched_s``: who asks about an item sets it.
-        waiting: Request id to the identifiers that it waits for, or will need later. For reading.
-        look_again: Requests that wait for an item which has changed. Who looks takes them out.
-        loading: Step to what it loads, and the ranks that reported; of steps that have not ended.
-            For reading.
-        demand: What the prefetcher will be told, by identifier. For reading.
+        items: By identifier. Read-only, except ``touched_s``, which the caller that needs an item
+            sets.
+        waiting: Request id to the identifiers that it waits for, or will need later. Read-only.
+        look_again: Requests that wait for a changed item. The caller that checks them removes them.
+        loading: Step to the entries that it loads, and the ranks that reported; for steps that
+            have not ended. Read-only.
+        demand: Requests for the prefetcher, by identifier. Read-only.
     """
 
     def __init__(
@@ -147,10 +148,10 @@ class ItemTracker:
         """Start empty.
 
         Args:
-            residents: Where entries go that are needed no more.
-            role: How many ranks load, and whether requests wait.
+            residents: Takes entries that are no longer needed.
+            role: Says how many ranks load, and whether requests wait.
             clock: Monotonic seconds.
-            local: Whether this node's disk is believed to hold a key.
+            local: True if this node's disk is believed to hold a key.
         """
         self._local = local
         self._prefetcher = prefetcher
@@ -176,10 +177,10 @@ class ItemTracker:
         anew: bool = False,
         promised: bool = False,
     ) -> None:
-        """Have it fetched: what is not known, or has FAILED, as what is asked for now.
+        """Order the fetch of an unknown or FAILED item, with the given modality and rows.
 
         Args:
-            anew: Its failures so far do not count.
+            anew: True to reset its failures.
             promised: See Item.
         """
         now = self._clock()
@@ -196,14 +197,14 @@ class ItemTracker:
         self._order(item, priority)
 
     def grant(self, key: Key, entry: OpenEntry, now: float) -> Item:
-        """What is resident is ready at once."""
+        """Add a resident entry as a READY item."""
         header = entry.header
         item = Item(key, header.modality, READY, _FORGOTTEN, now, header.shape.rows, now, entry)
         self.items[key.identifier] = item
         return item
 
     def expect(self, request_id: str, identifier: str, priority: Priority) -> None:
-        """The request waits for an item, or will need it later."""
+        """Note that the request waits for an item, or will need it later."""
         item = self.items[identifier]
         item.waiters.add(request_id)
         waited = self.waiting.get(request_id)
@@ -214,13 +215,13 @@ class ItemTracker:
             self._order(item, priority)
 
     def _order(self, item: Item, priority: Priority) -> None:
-        """Have an item fetched, or fetched sooner or later."""
+        """Order an item's fetch, or change its priority."""
         item.priority = priority
         request = FetchRequest(item.key, item.modality, item.rows, priority)
         self.demand[item.key.identifier] = request
 
     def leave(self, request_id: str, identifiers: Iterable[str]) -> None:
-        """The request does not wait for these any more. What nobody waits for is fetched last."""
+        """End the request's interest in these items. Items without waiters are fetched last."""
         waited = self.waiting.get(request_id, set())
         for identifier in identifiers:
             waited.discard(identifier)
@@ -229,14 +230,14 @@ class ItemTracker:
                 continue
             item.waiters.discard(request_id)
             is_waited_for = item.waiters or item.state is not FETCHING
-            # Where requests are not deferred, everything is fetched for a later request.
+            # If requests are not deferred, every fetch is for a later request.
             if not is_waited_for and item.priority is not _FORGOTTEN and self._role.defer_timeout_s:
                 self._order(item, _FORGOTTEN)
         if not waited:
             self.waiting.pop(request_id, None)
 
     def changed(self, identifiers: Iterable[str]) -> None:
-        """Something about these has changed: the state, or whether the device holds it."""
+        """Check the waiters of these items again: their state, or the device's copy, changed."""
         for identifier in identifiers:
             item = self.items.get(identifier)
             if item is not None:
@@ -245,7 +246,7 @@ class ItemTracker:
     # -- what arrives ------------------------------------------------------------------------
 
     def arrived(self, fetched: FetchResult, now: float) -> bool:
-        """The prefetcher has finished one fetch; whether an item has its entry by that."""
+        """Process one finished fetch; return True if it gave an item its entry."""
         want, entry = fetched.want, fetched.entry
         item = self.items.get(want.key.identifier)
         if item is None or item.state is not FETCHING:
@@ -264,8 +265,8 @@ class ItemTracker:
             return True
         item.state = FAILED
         item.failures += 1
-        # What does not fit what is asked for never will. The fetch may have begun for something
-        # else of that name.
+        # An entry that does not fit the current request never will. But the fetch may have begun
+        # for another request of that name.
         is_misfit = fetched.outcome is FetchOutcome.MISMATCH
         item.may_come = not (is_misfit and item.fits(want.rows, want.modality))
         item.was_absent = fetched.outcome is FetchOutcome.ABSENT
@@ -274,7 +275,7 @@ class ItemTracker:
         return False
 
     def _send_away(self, item: Item) -> None:
-        """There is nothing left to wait for."""
+        """Remove all waiters of the item: there is nothing left to wait for."""
         self.look_again |= item.waiters
         for request_id in item.waiters:
             waited = self.waiting[request_id]
@@ -286,12 +287,12 @@ class ItemTracker:
     # -- loads, and the end of a step --------------------------------------------------------
 
     def next_step(self, loads: Iterable[str], now: float, *, sweep: bool) -> int:
-        """Close a scheduling pass: let go of what was loaded, tell the prefetcher what changed.
+        """Close a scheduling pass: release loaded entries, submit changes to the prefetcher.
 
         Args:
             loads: READY items that the step loads.
             now: Monotonic seconds.
-            sweep: Also let go of what nobody asked for lately.
+            sweep: Also release the items that have expired.
 
         Returns:
             The step's number.
@@ -302,11 +303,11 @@ class ItemTracker:
                 break
             self._residents.release(self.loading.pop(step)[0])
         if loads:
-            # One that was preempted may be there twice.
+            # An item of a preempted request may be listed twice.
             items = [self._remove(identifier) for identifier in dict.fromkeys(loads)]
             self.loading[self._step] = [one.entry for one in items if one.entry is not None], set()
         if sweep:
-            # Without a call for each that is being fetched, of which there may be thousands.
+            # The state check avoids a call for each of possibly thousands of fetches.
             over = [
                 identifier
                 for identifier, item in self.items.items()
@@ -321,13 +322,13 @@ class ItemTracker:
         return self._step
 
     def _remove(self, identifier: str) -> Item:
-        """The item becomes unknown; whoever calls this lets go of its entry."""
+        """Make the item unknown; the caller releases its entry."""
         item = self.items.pop(identifier)
         self._send_away(item)
         return item
 
     def loaded(self, steps: Mapping[int, set[int]]) -> None:
-        """Let go of what workers have loaded, and so have compared with its checksum.
+        """Release the entries that workers have loaded, and so have compared with their checksums.
 
         Args:
             steps: Step to the ranks that finished that step's loads.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows requests past their encoder inputs, and counts where those were found.
 
-vLLM asks its connector only for what the device lacks. What the device had shows in the step: a
-request goes past an input that nobody was asked for. So both are counted where the step is known,
-from memory and without a look at vLLM's encoder-cache manager.
+vLLM asks its connector only for inputs that are missing on the device. An input that the device
+had shows in the step: a request advances past it without asking the connector. So both are counted
+once the step is known, from memory and without reading vLLM's encoder-cache manager.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from s3ec.connector.vllm_config import PASSED_THROUGH
 from s3ec.counters import Counters
 
-# What an input that the device lacked adds to the counters. The tiers are asked one after the
-# other, so a tier's misses are the next one's hits and misses together.
+# Increments for an input that the device lacked. The tiers are asked one after the other, so a
+# tier's misses are the sum of the next one's hits and misses.
 FROM_NODE = {"hits": 1, "lookups.device.miss": 1, "lookups.node.hit": 1}
 FROM_BUCKET = {
     "hits": 1,
@@ -41,10 +41,11 @@ class _Inputs:
 
     Attributes:
         features: vLLM's own list, which grows with each turn of a session.
-        computed: Tokens of the request, at the last look.
-        behind: How many inputs from the first one on lie within those tokens.
+        computed: Computed tokens of the request, at the last check.
+        behind: Number of inputs, from the first one on, that lie within those tokens.
         end: Tokens that are computed when the last step has ended.
-        passed: Places of the others that steps have needed. Their embeddings were on the device.
+        passed: Positions of the other inputs that steps needed: their embeddings were on the device
+            or were allocated.
     """
 
     features: Sequence[Any]
@@ -54,7 +55,7 @@ class _Inputs:
     passed: set[int] = field(default_factory=set)
 
     def look(self, computed: int) -> int:
-        """The first place of which tokens are left. Each look begins where the last one ended."""
+        """Return the first input with tokens left. Each call resumes where the last one ended."""
         if computed < self.computed:
             self.behind = 0
         self.computed = computed
@@ -64,7 +65,7 @@ class _Inputs:
 
 
 class DeviceLookups:
-    """Says which inputs the device held already when a step needed them. The scheduler's thread.
+    """Counts the inputs that the device held when a step needed them. Scheduler's thread only.
 
     A request's input is
 
@@ -72,39 +73,39 @@ class DeviceLookups:
     state     goes to    when
     ========  =========  ====================================================================
     left      passed     it was allocated: the device lacked it, and the half has counted it
-    left      behind     the KV cache holds its tokens: nobody needs it
+    left      behind     the KV cache holds its tokens: it is not needed
     left      passed     a step needs a row of it, and it was not allocated: a hit
     passed    behind     the KV cache holds its tokens
-    any       left       its request was preempted, or goes back, and begins again; the
+    any       left       its request was preempted or rewound, and begins again; the
                          device was reset
     ========  =========  ====================================================================
 
-    vLLM keeps what a running request has passed on the device until it is behind.
+    vLLM keeps an input that a running request has passed on the device until it is behind.
 
     Attributes:
-        inputs: By request. For reading.
+        inputs: By request. Read-only.
     """
 
     def __init__(self, counters: Counters) -> None:
         """Start with no request.
 
         Args:
-            counters: Where hits are counted.
+            counters: Counts the hits.
         """
         self._counters = counters
         self.inputs: dict[str, _Inputs] = {}
-        self._prefilling: dict[str, _Inputs] = {}  # not all are behind
+        self._prefilling: dict[str, _Inputs] = {}  # requests with inputs that are not behind
         self._allocated: dict[str, set[int]] = {}  # in this pass
 
     def allocated(self, request_id: str, index: int) -> None:
-        """The device lacked this input of a request that is being scheduled."""
+        """Note that the device lacked this input of a request that is being scheduled."""
         self._allocated.setdefault(request_id, set()).add(index)
 
     def ahead(self, request: Any, computed: int) -> Sequence[Any]:
-        """The features that are to be looked for.
+        """Return the features to look up.
 
-        Left out are the first ones that are in the KV cache, of which a session has thousands, and
-        what the device holds for this request until it is behind.
+        The result omits the first features that are in the KV cache, of which a session has
+        thousands, and those that the device keeps for this request until they are behind.
         """
         features = request.mm_features
         inputs = self.inputs.get(request.request_id)
@@ -112,23 +113,23 @@ class DeviceLookups:
             if not is_behind(features[0], computed):
                 return features  # type: ignore[no-any-return]
             inputs = self.inputs[request.request_id] = _Inputs(features)
-        # One that goes back, since its KV cache cannot be had, has lost what it held.
+        # A request that is rewound, since its KV cache is not available, lost its embeddings.
         is_same = computed >= inputs.end
         first = inputs.look(computed)
         left = features[first:]
         passed = inputs.passed
-        # So has a preempted one.
+        # So did a preempted one.
         if not passed or not is_same or request.status.name != "RUNNING":
             return left  # type: ignore[no-any-return]
         return [one for place, one in enumerate(left, first) if place not in passed]
 
     def device_was_reset(self) -> None:
-        """The device holds nothing any more."""
+        """Drop what requests have passed: the device holds nothing any more."""
         for inputs in self.inputs.values():
             inputs.passed.clear()
 
     def end_pass(self, output: Any) -> None:
-        """A pass has ended.
+        """Count the device's hits of a pass that has ended.
 
         Args:
             output: vLLM's SchedulerOutput.
@@ -151,14 +152,14 @@ class DeviceLookups:
         self._allocated.clear()
 
     def _begin(self, name: str, features: Sequence[Any]) -> _Inputs:
-        """No step has needed any of its inputs."""
+        """Start a request: no step has needed any of its inputs."""
         inputs = self._prefilling[name] = self.inputs.setdefault(name, _Inputs(features))
         inputs.features, inputs.end = features, 0
         inputs.passed.clear()
         return inputs
 
     def _pass(self, name: str, inputs: _Inputs, computed: int, tokens: int) -> None:
-        """A step computes so many tokens of a request, after so many."""
+        """Count the hits of a step that computes ``tokens`` tokens after the ``computed`` ones."""
         if computed < inputs.end:
             inputs.passed.clear()
         behind = inputs.look(computed)
@@ -187,19 +188,19 @@ class DeviceLookups:
             del self._prefilling[name]
 
     def end_request(self, request_id: str) -> None:
-        """The request has ended."""
+        """Drop the state of a request that has ended."""
         self.inputs.pop(request_id, None)
         self._prefilling.pop(request_id, None)
 
 
 def is_behind(feature: Any, computed: int) -> bool:
-    """Whether all tokens of an input are among so many of its request."""
+    """Return True if all tokens of an input are among the first ``computed`` of its request."""
     position = feature.mm_position
     return bool(position.offset + position.length <= computed)
 
 
 def has_rows(position: Any, begin: int, end: int) -> bool:
-    """Whether any row of an input belongs to a token in this range: some tokens have none."""
+    """Return True if a token in [begin, end) has a row of the input: some tokens have none."""
     if getattr(position, "is_embed", None) is None:
         return True
     low = max(begin - position.offset, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scheduler half and worker half tell each other; plain data that pickles."""
+"""Messages between the scheduler half and the worker half; plain data that pickles."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Load:
     Attributes:
         identifier: Its place in vLLM's encoder cache.
         path: Name of the file when the scheduler's process opened it.
-        pid, fd: That process, and where it has the file open until it hears of the load.
-        device, inode: Of that file. Another one is no damage, it is not the one that was granted.
-        header: The file's, as it was checked, and compared with the request; without placeholder.
+        pid, fd: That process, and its open descriptor, kept until the load is reported.
+        device, inode: Of that file. Another file is not damaged, but not the one that was granted.
+        header: The file's header, which was checked and compared with the request; without its
+            placeholder.
         renamed: See identity.Key.
     """
 
@@ -37,7 +38,7 @@ class Load:
 
     @classmethod
     def of(cls, identifier: str, entry: OpenEntry, renamed: str = "") -> Load:
-        """The load of an open entry."""
+        """Return the load of an open entry."""
         file = entry.path, entry.pid, entry.fd, entry.device, entry.inode
         # No worker needs it, and one that a bucket nests deeply cannot be pickled on its way there.
         return cls(identifier, *file, replace(entry.header, placeholder=None), renamed)
@@ -54,9 +55,9 @@ class Save:
 
     Attributes:
         modality: ``image``, ``video``...
-        placeholder: What a later request without pixels will need; plain JSON. None where the
-            scheduler cannot see it.
-        on_device: It is stored from the device's encoder cache as the step begins.
+        placeholder: Placeholder metadata for a later request without pixels; plain JSON. None if
+            the scheduler does not have it.
+        on_device: True to store it from the device's encoder cache as the step begins.
         renamed: See identity.Key.
     """
 
@@ -84,10 +85,10 @@ class EncodeTime:
     """How long the encoder ran in one step.
 
     Attributes:
-        modality: Of all that it made.
-        items: How many.
-        rows: Of all of them.
-        seconds: In sum.
+        modality: Modality of all items.
+        items: Number of items.
+        rows: Sum of their rows.
+        seconds: Time of all of them.
     """
 
     modality: str
@@ -101,7 +102,7 @@ class StepPlan:
     """The scheduler's orders for one engine step.
 
     Attributes:
-        weights: What the namespace says of the model's files, as canonical JSON; empty where the
+        weights: The namespace's record of the model's files, as canonical JSON; empty if the
             scheduler half did not start.
         encodes: By identifier.
     """
@@ -115,15 +116,16 @@ class StepPlan:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What the workers did since they last reported.
+    """Work of the workers since their last report.
 
     Attributes:
         loaded: Step to the ranks that finished that step's loads.
         stored: Identifiers that the bucket confirmed.
         counts: Counter increments.
-        levels: Rank to what its gauges say now, where that was looked at anew.
-        encoded: What rank 0 has measured.
-        has_other_weights: One of them loaded other weights than the scheduler's namespace names.
+        levels: Rank to its gauges, for ranks that read them again.
+        encoded: Encode times that rank 0 measured.
+        has_other_weights: True if a worker loaded other weights than the scheduler's namespace
+            names.
     """
 
     loaded: dict[int, set[int]] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a request waits for its embeddings: for which of them, for how long, and when in vain.
+"""How a request waits for its embeddings: for which of them, for how long, and with what result.
 
-All of it is in memory and belongs to the scheduler's thread. Which items there are is in
-``item_tracker.py``, whether waiting costs less than encoding in ``waiting.py``.
+All state is in memory and belongs to the scheduler's thread. ``item_tracker.py`` holds the items;
+``waiting.py`` decides whether waiting costs less than encoding.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from s3ec.identity import Key
 from s3ec.prefetch import FetchRequest, FetchResult, Priority
 
 # A request that came without pixels waits at least this long, whatever `defer_timeout_s` says:
-# it cannot be encoded instead, and would fail. Longer than a fetch that is tried again after a
-# silence of the store (`read_timeout_s`).
+# it cannot be encoded instead, and would fail. This is longer than a fetch that is retried after a
+# read timeout of the store (`read_timeout_s`).
 NO_PIXELS_WAIT_S = 10.0
-# So many waits in vain, one after the other, and nobody waits for this source...
+# After this many timed-out waits in a row, requests do not wait for this source...
 MOST_IN_VAIN = 3
-# ...until something of it comes in time. What a request names is not looked for again by who does
-# not wait for it, so names are tried again after this long. Then one more in vain is enough.
+# ...until an item of it arrives in time. A request that does not wait for a named item does not
+# retry its fetch, so names are tried again after this long. Then one more timeout is enough.
 VAIN_REST_S = 30.0
 
 # A global is found faster than a member of a class.
@@ -34,44 +34,44 @@ _DEMAND = Priority.DEMAND
 
 
 class SourceTrust:
-    """Whether requests wait for one source; these are listed in ``waiting.py``.
+    """Decides whether requests wait for one source; ``waiting.py`` lists the sources.
 
-    A source that answers, but too slowly for anybody to wait for, opens no breaker: small requests
-    succeed. So a source is
+    A source that answers, but too slowly to wait for, opens no breaker: small requests succeed. So
+    a source is
 
     ========  ========  ======================================================================
     state     goes to   when
     ========  ========  ======================================================================
-    trusted   resting   MOST_IN_VAIN waits in a row were in vain: only requests without pixels
-                        wait for it, while fetches go on
-    resting   trusted   something came that would have been in time for the last of them
-    resting   on trial  ``rest_s`` have passed since the last wait in vain
-    on trial  trusted   something came in time
-    on trial  resting   one more wait is in vain
+    trusted   resting   MOST_IN_VAIN waits in a row timed out: only requests without pixels
+                        wait for it, while fetches continue
+    resting   trusted   an item arrived that would have been in time for the last wait
+    resting   on trial  ``rest_s`` have passed since the last timed-out wait
+    on trial  trusted   an item arrived in time
+    on trial  resting   one more wait timed out
     ========  ========  ======================================================================
     """
 
     def __init__(self, rest_s: float = math.inf) -> None:
-        """Trusted at first; it rests at most so long."""
+        """Start trusted; a source rests at most ``rest_s``."""
         self._rest_s = rest_s
         self._in_vain = 0
-        self._vain_s = 0.0  # when the last wait in vain ended
+        self._vain_s = 0.0  # when the last timed-out wait ended
         self._waited_s = 0.0  # how long it was
 
     def in_vain(self, waited_s: float, now: float) -> bool:
-        """A wait has ended without the embedding, after so long; whether the source rests."""
+        """Note a wait that ended without the embedding; return True if the source now rests."""
         self._in_vain += 1
         self._vain_s = now
         self._waited_s = waited_s
         return self._in_vain >= MOST_IN_VAIN
 
     def came(self, seconds: float) -> None:
-        """Something came from there so long after it was asked for: others have a chance."""
+        """Note an item that arrived ``seconds`` after its request; if in time, restore trust."""
         if seconds < self._waited_s:
             self._in_vain = 0
 
     def rests(self, now: float) -> bool:
-        """Whether nobody should wait for this source."""
+        """Return True if requests should not wait for this source."""
         if self._in_vain < MOST_IN_VAIN:
             return False
         if now - self._vain_s < self._rest_s:
@@ -82,20 +82,20 @@ class SourceTrust:
 
 @dataclass(slots=True)
 class _Wait:
-    """What one request has waited and may wait.
+    """How long one request has waited and may wait.
 
     Attributes:
-        features: Of the request. A streaming session brings more with each turn, and each turn may
-            wait as long as a request of its own.
-        spent_s: What its waits have taken that are over.
-        limit_s: How long the present wait may last.
-        since_s: When it began, later by its pauses.
+        features: Number of the request's features. A streaming session brings more with each turn,
+            and each turn may wait as long as a request of its own.
+        spent_s: Seconds that its past waits took.
+        limit_s: How long the current wait may last.
+        since_s: When the current wait began, plus its pauses.
         until_s: When it ends.
-        is_over: There is no present wait.
-        is_undecided: Whether to wait on, and how long, is to be weighed anew.
-        kept_tokens: Computed tokens that it was looked at with, while nothing has changed since;
-            -1 where it is to be looked at again.
-        asked_in: Number of the pass in which vLLM asked about it last.
+        is_over: True if there is no current wait.
+        is_undecided: True if the limit must be weighed again.
+        kept_tokens: Computed tokens at the last check, if nothing has changed since; -1 if the
+            request must be checked again.
+        asked_in: Number of the last pass in which vLLM asked about it.
         asked_s: When that pass began.
     """
 
@@ -119,29 +119,29 @@ class RequestWaits:
     =======  =======  ======================================================================
     state    goes to  when
     =======  =======  ======================================================================
-    (none)   waiting  what it needs now is on its way, and worth the wait
-    waiting  waiting  vLLM asks again. It is told "not yet" without a look at its items while
-                      none of these has changed, and neither store nor disk
-    waiting  waiting  no replica has something, and home is asked: it is weighed anew
-    waiting  waited   all is here, its time is over, the encoder is to make it, or it fails
-    waited   waiting  something is on its way again and it has time left, as it has with each
-                      turn of a session
+    (none)   waiting  items that it needs now are being fetched, and worth the wait
+    waiting  waiting  vLLM asks again. The answer is "not yet", without a check of its items,
+                      as long as no item has changed, nor the state of store or disk
+    waiting  waiting  no replica has an item, and home is asked: the wait is weighed again
+    waiting  waited   all items are here, it timed out, they will be encoded, or it fails
+    waited   waiting  an item is being fetched again and it has time left, as it has with
+                      each turn of a session
     any      (none)   it has ended
     =======  =======  ======================================================================
 
-    A wait has one end, which is found when it begins: by the policy, and by what `defer_timeout_s`
-    leaves of all the waits of a request.
+    The end of a wait is fixed when it begins: by the policy, and by the part of `defer_timeout_s`
+    that the request's earlier waits have left.
 
-    vLLM leaves its queue early where an engine is full. Passes in which it did not ask about a
-    request do not count, but for the last one of them: what a request waits there is not ours, and
-    must not be taken for the time that a fetch takes.
+    vLLM leaves its queue early if an engine is full. Passes in which it did not ask about a
+    request do not count, except the last one: vLLM caused that wait, and it must not be taken
+    for the time of a fetch.
 
-    A look takes some microseconds a picture, and vLLM asks about every waiting request in every
-    pass. So "not yet" is repeated without a look: a thousand requests can wait.
+    A check takes some microseconds per image, and vLLM asks about every waiting request in every
+    pass. So "not yet" is repeated without a check: a thousand requests can wait.
 
     Attributes:
-        is_open: Whether a pass has begun.
-        records: Of requests that wait, or have waited. For reading.
+        is_open: True during a pass.
+        records: Requests that wait, or have waited. Read-only.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class RequestWaits:
         times: SourceTimes,
         policy: WaitPolicy | None = None,
     ) -> None:
-        """Start with nobody.
+        """Start without requests.
 
         Args:
-            role: How long a request may wait.
-            local: Whether this node's disk is believed to hold a key.
-            needs_embedding: Whether a feature came without pixels.
+            role: Says how long a request may wait.
+            local: True if this node's disk is believed to hold a key.
+            needs_embedding: True if a feature came without pixels.
             times: Learns how long fetches take.
-            policy: Weighs each wait against encoding; None where every wait is worth it.
+            policy: Weighs each wait against encoding; None if every wait is worth it.
         """
         self._tracker = tracker
         self._items = tracker.items
@@ -183,26 +183,27 @@ class RequestWaits:
         self._promise_noted_s = clock()
         self.records: dict[str, _Wait] = {}
         self.is_open = False
-        self._pass = 1  # its number, when it began, and when the one before it ended
+        self._pass = 1  # number of the pass; next: its start, and the end of the one before
         self._began_s, self._ended_s = math.inf, clock()
 
     # -- a pass ------------------------------------------------------------------------------
 
     def begin_pass(self, now: float) -> None:
-        """vLLM asks about the first request of a pass."""
+        """Begin a pass: vLLM asks about its first request."""
         self.is_open = True
         self._began_s = now
 
     def end_pass(self, now: float) -> None:
-        """A pass has ended."""
+        """End the pass."""
         self.is_open = False
         self._pass += 1
         self._began_s, self._ended_s = math.inf, now
 
     def repeats(self, request_id: str, computed_tokens: int) -> bool:
-        """vLLM asks about a request: whether it is told "not yet" since nothing has changed.
+        """Return True if the answer is still "not yet", since nothing has changed.
 
-        Else it is looked at next, as where it is asked about for the second time in a pass.
+        If False, the caller checks the request's items. It also does so if vLLM asks about a
+        request twice in one pass.
         """
         wait = self.records.get(request_id)
         if (
@@ -211,7 +212,7 @@ class RequestWaits:
             and self._began_s < wait.until_s  # never where no pass is open
             and request_id not in self._tracker.look_again
         ):
-            # Most were asked about in the last pass. For them a call would cost a fifth of this.
+            # Inlined for most requests, asked about in the last pass: a call costs a fifth more.
             if wait.asked_in == self._pass - 1:
                 wait.asked_in, wait.asked_s = self._pass, self._began_s
                 return True
@@ -233,22 +234,22 @@ class RequestWaits:
         wait.asked_in, wait.asked_s = self._pass, self._began_s
 
     def look_at_all(self) -> None:
-        """Something has changed that concerns all."""
+        """Check every request again: a change concerns all of them."""
         for wait in self.records.values():
             wait.kept_tokens = -1
 
     # -- begin to wait, or go on -------------------------------------------------------------
 
     def defer(self, request: Any, pending: list[Any], computed_tokens: int) -> bool | None:
-        """Defer a request, unless it has waited long enough or would wait in vain.
+        """Defer a request, unless it timed out or its sources are not worth a wait.
 
         Args:
-            pending: Those of its features that are needed now and have not come.
-            computed_tokens: That it was asked about with; -1 for a look at it in each pass.
+            pending: Its features that are needed now and have not arrived.
+            computed_tokens: The request's computed tokens; -1 to check it in each pass.
 
         Returns:
-            False where it is deferred, True where it is to go on without them. None where it
-            cannot: one came without pixels, and it has waited its time.
+            False if it is deferred, True if it continues without these features. None if it timed
+            out and cannot continue: one of them came without pixels.
         """
         request_id = request.request_id
         now = self._clock()
@@ -269,16 +270,16 @@ class RequestWaits:
             item = self._items[feature.identifier]
             if feature.identifier not in noted or item.priority is not _DEMAND:
                 self._tracker.expect(request_id, feature.identifier, _DEMAND)
-            # What has FAILED is asked for again in a while.
+            # A FAILED item is fetched again later: check the request in each pass.
             is_kept = is_kept and item.state is FETCHING
         if is_kept:
             self.records[request_id].kept_tokens = computed_tokens
         return False
 
     def _may_wait(self, request: Any, awaited: list[Any], now: float, *, is_bare: bool) -> bool:
-        """Whether the request should wait, or wait on, for these features."""
+        """Return True if the request should begin or continue to wait for these features."""
         request_id, features = request.request_id, len(request.mm_features)
-        # What came without pixels has no other chance.
+        # A feature without pixels cannot be encoded instead.
         longest_s = max(self._longest_s, NO_PIXELS_WAIT_S) if is_bare else self._longest_s
         wait = self.records.get(request_id)
         is_new = wait is None or wait.is_over or wait.features < features
@@ -293,7 +294,7 @@ class RequestWaits:
                 if limit_s <= waited_s:
                     return False
             if wait is None or is_new:
-                self.end_wait(request_id)  # of an earlier turn
+                self.end_wait(request_id)  # the wait of an earlier turn
                 if request_id not in self.records:
                     self._counters.add("deferred_requests")
                 wait = _Wait(features, spent_s, limit_s, now, asked_in=self._pass, asked_s=now)
@@ -308,14 +309,14 @@ class RequestWaits:
         return False
 
     def _trusted(self, pending: list[Any], now: float) -> list[Any]:
-        """Those of the pending features whose source is worth a wait."""
+        """Return the pending features whose source is worth a wait."""
         resting = [source for source, one in self._trust.items() if one.rests(now)]
         if not resting:
             return pending
         return [one for one in pending if self._source(self._items[one.identifier]) not in resting]
 
     def _source(self, item: Item) -> Source:
-        """From where it is awaited: what the bucket did not have is still to be uploaded."""
+        """Return the item's expected source: one that the bucket lacked is yet to be uploaded."""
         if self._local(item.key):
             return "tier"
         if item.promised or item.failures:
@@ -323,29 +324,29 @@ class RequestWaits:
         return "home" if item.is_far else "bucket"
 
     def _note_in_vain(self, awaited: list[Any], wait: _Wait, now: float, *, is_bare: bool) -> None:
-        """A wait has lasted its time, and these have not come."""
+        """Note a wait that timed out without these features."""
         self._counters.add("defer_timeouts")
         waited_s = wait.spent_s + wait.until_s - wait.since_s
         items = [self._items[feature.identifier] for feature in awaited]
         for source in set(map(self._source, items)):
-            # What came without pixels may have been invented by a client.
+            # A client may have made up the name of a feature without pixels.
             if is_bare and source == "promise":
                 continue
             if self._trust[source].in_vain(waited_s, now):
-                self.look_at_all()  # the others do not wait for it any more
+                self.look_at_all()  # no request waits for this source any more
         for item in items:
             if item.promised and not self._local(item.key) and not is_bare:
-                # Nobody will learn how long it takes.
+                # The true time will not be measured: assume twice the time so far.
                 self._note_promise(item, 2 * (now - item.asked_s))
 
     def _limit_s(self, policy: WaitPolicy, awaited: list[Any], now: float) -> float:
-        """How long to wait at most by what waiting and encoding cost; 0 for not at all."""
+        """Return the longest wait that pays against encoding, in seconds; 0 for no wait."""
         missing = []
         for feature in awaited:
             item = self._items[feature.identifier]
             source = self._source(item)
             if source == "promise" and now - self._promise_noted_s > VAIN_REST_S:
-                policy.times.relearn("promise")  # who does not wait learns nothing
+                policy.times.relearn("promise")  # without waits nothing is measured
             missing.append(Missing(item.modality, item.rows, source))
         limit_s = policy.limit_s(missing, now)
         if limit_s <= 0:
@@ -353,14 +354,14 @@ class RequestWaits:
         return limit_s
 
     def _note_promise(self, item: Item, seconds: float) -> None:
-        """What was named has taken so long from the first question on."""
+        """Note how long a named item took from its first request on."""
         self._times.of("promise", item.rows).add(seconds)
         self._promise_noted_s = self._clock()
 
     # -- the end of a wait -------------------------------------------------------------------
 
     def end_wait(self, request_id: str) -> None:
-        """The request does not wait now; what it has waited stays counted against it."""
+        """End the request's current wait; its time stays counted against the request."""
         wait = self.records.get(request_id)
         if wait is None or wait.is_over:
             return
@@ -372,12 +373,12 @@ class RequestWaits:
         self._counters.observe("wait_time", waited_s)
 
     def let_through(self, request_id: str, features: Iterable[Any]) -> None:
-        """All that the request needs now is here, or will be encoded.
+        """End the wait of a request whose items are here or will be encoded.
 
         Args:
-            request_id: Of the request.
-            features: What it needs now or later. The KV cache may hold what else it waited for: a
-                prefix that others computed.
+            request_id: The request.
+            features: Its features that are needed now or later. The KV cache may hold the others
+                that it waited for: a prefix that other requests computed.
         """
         if request_id in self.records:
             self.end_wait(request_id)
@@ -386,21 +387,21 @@ class RequestWaits:
             self._tracker.leave(request_id, waited - {one.identifier for one in features})
 
     def scheduled(self, request_id: str, identifier: str) -> None:
-        """The request got room for one item: it need not wait, and has done with this one."""
+        """End the request's wait, and its interest in one item: it got room for that item."""
         if request_id in self.records:
             self.end_wait(request_id)
         if request_id in self._tracker.waiting:
             self._tracker.leave(request_id, (identifier,))
 
     def leave_all(self, request_id: str, also: Iterable[str] = ()) -> None:
-        """The request waits for nothing any more, not even for what it has just asked for."""
+        """End all waits of the request, also for the items it has just asked for."""
         self.end_wait(request_id)
         waited = self._tracker.waiting.get(request_id, ())
         if waited or also:
             self._tracker.leave(request_id, [*waited, *also])
 
     def end_request(self, request_id: str) -> None:
-        """The request has ended. What it waited for is for others, or for nobody."""
+        """Drop the state of a request that has ended. Other requests may wait for its items."""
         self.leave_all(request_id)
         self._tracker.look_again.discard(request_id)
         self.records.pop(request_id, None)
@@ -410,7 +411,7 @@ class RequestWaits:
     # -- what is learned ---------------------------------------------------------------------
 
     def went_far(self, wants: Iterable[FetchRequest]) -> None:
-        """No replica has given these: who waits for them decides anew, by what home takes."""
+        """Weigh the waits for these items again: no replica has them, and home is asked."""
         for want in wants:
             item = self._items.get(want.key.identifier)
             if item is None or item.state is not FETCHING or item.is_far:
@@ -423,13 +424,13 @@ class RequestWaits:
             self._tracker.look_again |= item.waiters
 
     def arrived(self, results: Iterable[FetchResult]) -> None:
-        """The prefetcher has finished these: learn what they took, and move their items on."""
+        """Process finished fetches: learn how long they took, and update their items."""
         now = self._clock()
         for fetched in results:
             item = self._items.get(fetched.want.key.identifier)
             if fetched.source is not None:
-                # Where fetches queue up no wait ends in time, however short each of them is. Not
-                # counted is the pass in which it came: nobody could have seen it sooner.
+                # If fetches queue up, no wait ends in time, however short each fetch is. The pass
+                # in which the item arrived does not count: it could not be used sooner.
                 queued_s = 0.0 if item is None else self._ended_s - item.asked_s
                 source: Source = fetched.source
                 if source == "bucket" and item is not None and item.is_far:

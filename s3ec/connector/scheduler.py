@@ -2,8 +2,9 @@
 """The scheduler half: bookkeeping in memory, nothing else.
 
 Every method runs inside vLLM's scheduling pass. None does I/O, waits, or makes a system call,
-except build_connector_meta, which may wake the prefetcher's loop once per step. True is
-granted only for entries of this node that are verified and held open.
+except build_connector_meta, which may wake the prefetcher's loop once per step. has_cache_item
+is True only for entries of this node that are verified and held open, or, in a pure producer,
+for entries that are stored already.
 
 vLLM objects are used by attribute only: this module imports neither torch nor vllm.
 """
@@ -57,27 +58,27 @@ _DEMAND, _LOOKAHEAD = Priority.DEMAND, Priority.LOOKAHEAD
 def named_by(request: Any) -> Collection[str]:
     """Identifiers that a request names in ``ec_transfer_params``.
 
-    An encoder instance answers with such parameters, keyed by identifier, and a proxy hands them
-    on with the request for the language instance. They come from outside and may be anything.
+    An encoder instance returns such parameters, keyed by identifier, and a proxy passes them on
+    with the request for the language instance. They are untrusted input and may be anything.
     """
     params = getattr(request, "ec_transfer_params", None)
     return params if isinstance(params, dict) else ()
 
 
 class SchedulerHalf:
-    """Decides what is fetched, granted, loaded and saved. One thread: the scheduler's.
+    """Decides which embeddings are fetched, granted, loaded and saved. Scheduler's thread only.
 
     Attributes:
-        tracker: What is known of each embedding. For reading.
-        waits: Which requests wait, and for what. For reading.
-        lookups: What the device held when a step needed it.
-        on_device: What vLLM's encoder cache holds, or will when the last step was executed, as its
-            manager told us. For reading.
-        device: What it holds at this moment, where a manager of ours tells. vLLM's own tells at the
-            end of a pass, so what an earlier request of the pass has pushed out seems to be there.
-        rows_asked, decisions, allocated, unavailable, save_orders: What is remembered besides. For
-            reading.
-        replay_tokens: Of a prefix hit, so many of its last tokens are computed again (bounded
+        tracker: The state of each embedding. Read-only.
+        waits: The requests that wait, and for what. Read-only.
+        lookups: Counts the inputs that the device held when a step needed them.
+        on_device: Identifiers that vLLM's encoder cache holds, or will hold once the last step was
+            executed, as reported by its manager. Read-only.
+        device: Identifiers that it holds right now, if our own manager is used. vLLM's manager
+            reports only at the end of a pass: an entry that an earlier request of the pass evicted
+            still seems to be there.
+        rows_asked, decisions, allocated, unavailable, save_orders: Other state. Read-only.
+        replay_tokens: Number of last tokens of a prefix hit that are computed again (bounded
             replay, DeepSeek-V4.1).
     """
 
@@ -104,22 +105,22 @@ class SchedulerHalf:
         """Wire the half up.
 
         Args:
-            local: What this node's disk holds, as far as memory knows.
+            local: Keys on this node's disk, as far as memory knows.
             residents: Entries of this node that can be granted at once.
-            needs_embedding: Whether a feature came without pixels, so that a miss is fatal.
-            placeholder_of: Placeholder metadata of a feature; None where it cannot be seen.
-            naming: Which identifiers have keys, and which; None for the plain ones.
-            scopes: What marks the names of a modality; None where nothing does.
-            costs: None where there is a policy, which has it, or where nothing is known yet.
-            policy: Weighs each wait against encoding; None where every wait is worth it.
-            seen: What was encoded lately; None where everything is stored.
+            needs_embedding: True if a feature came without pixels, so that a miss is fatal.
+            placeholder_of: Placeholder metadata of a feature; None if it is not available.
+            naming: Maps identifiers to keys; None for the default policy.
+            scopes: Marks the names of a modality; None for no marks.
+            costs: Encode costs; None if the policy brings them, or if nothing is known yet.
+            policy: Weighs each wait against encoding; None if every wait is worth it.
+            seen: Keys that were encoded recently; None if everything is stored.
             clock: Monotonic seconds.
         """
         self._role = role
         self._policy = policy
         self._costs = policy.costs if policy is not None else costs or EncodeCosts()
         self._fetch_times = SourceTimes() if policy is None else policy.times
-        self._load_s = 0.0  # of an item, from this node's memory to the device
+        self._load_s = 0.0  # mean load time of an item, from this node's memory to the device
         self._index = index
         self._local = local
         self._prefetcher = prefetcher
@@ -133,8 +134,8 @@ class SchedulerHalf:
         self._keys = KeyCache(naming or KeyPolicy(), counters)
         self._scopes = scopes or ModalityScopes()
         self._renames = bool(self._scopes or role.unshared) or role.tower_adapters
-        # As of the begin of this pass: what all requests that wait depend on.
-        self._down = self._hung = False  # the store, and the disk
+        # State of the store and of the disk at the start of this pass. All waits depend on it.
+        self._down = self._hung = False
         self.tracker = ItemTracker(prefetcher, residents, role=role, clock=clock, local=local)
         self.waits = RequestWaits(
             self.tracker,
@@ -152,17 +153,17 @@ class SchedulerHalf:
         self.on_device: set[str] = set()
         self.device: Container[str] | None = None
         self.replay_tokens = 0
-        # Rows that the request being scheduled has room for. Where vLLM asks once only, what
-        # all requests asked for, as long as the item lives.
+        # Rows that the request being scheduled has room for. If vLLM asks only once, the rows
+        # that all requests asked for, as long as the item lives.
         self.rows_asked: dict[str, int] = {}
-        self._bare: set[str] = set()  # of this request, while the disk hangs: without pixels
+        self._bare: set[str] = set()  # this request's items without pixels, while the disk hangs
         self._named: Collection[str] = ()  # by the request being scheduled
         self.decisions: dict[str, bool] = {}  # of this pass
-        # Of this pass: a pure producer was asked for these without pixels, and the index held them.
+        # Items of this pass that a pure producer got without pixels and that the index holds.
         self._stored: set[str] = set()
         self._stores_again = role.producer and role.stores_again
         self.allocated: list[str] = []
-        # The device gave them up in this pass: vLLM asks for them, and they were there.
+        # The device evicted these in this pass: they were there, and vLLM asks for them.
         self._evicted: set[str] = set()
         self._plan = StepPlan()
         self.save_orders = SaveOrders(index, placeholder_of, counters, clock, seen)
@@ -170,9 +171,9 @@ class SchedulerHalf:
         self._stopped = False
 
     def stop(self) -> bool:
-        """Grant, load and save nothing more; False where that was done before.
+        """Grant, load and save nothing more. Return False if the half was stopped before.
 
-        What an earlier pass granted is still loaded. What is held open is let go of by time.
+        Items that an earlier pass granted are still loaded. Open entries are released as they age.
         """
         self._plan.saves.clear()
         self.waits.look_at_all()
@@ -180,7 +181,7 @@ class SchedulerHalf:
         return not stopped
 
     def device_was_reset(self) -> None:
-        """vLLM's encoder cache is empty now, here and in the workers; between two passes."""
+        """Note that vLLM emptied its encoder cache, here and in the workers, between two passes."""
         plan = self._plan
         self._drop_orders({*plan.saves, *plan.encodes, *(load.identifier for load in plan.loads)})
         self.on_device.clear()
@@ -190,14 +191,14 @@ class SchedulerHalf:
     # -- before scheduling a request -------------------------------------------------------
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        """Whether the request can be scheduled now; False defers it for this step."""
+        """Return True if the request can be scheduled now; False defers it for this step."""
         if not self.waits.is_open:
             self._begin_pass()
         request_id = request.request_id
         if self.waits.repeats(request_id, num_computed_tokens):
             return False
-        # vLLM tells us of the whole hit, and goes back only after that (0.32 and newer,
-        # v1/core/sched/scheduler.py, `_mark_prefix_replay`). A request that runs has done so.
+        # vLLM reports the whole prefix hit, and goes back only after that (0.32 and newer,
+        # v1/core/sched/scheduler.py, `_mark_prefix_replay`). A running request has gone back.
         start = num_computed_tokens
         if self.replay_tokens and not request.num_computed_tokens:
             start = max(start - self.replay_tokens, 0)
@@ -219,7 +220,7 @@ class SchedulerHalf:
         self._named = named_by(request)
         window_end = num_computed_tokens + self._role.window_tokens
         if not self._role.asked_every_pass:
-            # There will be no second question: wait for all.
+            # vLLM asks only once: wait for all.
             window_end = request.num_prompt_tokens
         now = self._clock()
         if self._bare:
@@ -233,7 +234,7 @@ class SchedulerHalf:
                 continue
             needed_now = offset < window_end
             if offset < start or end > window_end:
-                # Of a part vLLM may need nothing: some tokens of a placeholder have no row.
+                # vLLM may need no row of a partial range: some placeholder tokens have none.
                 if not has_rows(position, start, end):
                     continue
                 needed_now = needed_now and has_rows(position, start, window_end)
@@ -254,12 +255,12 @@ class SchedulerHalf:
         return True
 
     def _name(self, request: Any, features: Iterable[Any]) -> None:
-        """Name some of a request's features as they are stored, or as what is never stored.
+        """Map some of a request's features to the names they are stored under, or to a keyless one.
 
-        An adapter's image is called ``adapter:hash``, whatever the adapter's files hold (vLLM 0.32,
+        vLLM names an adapter's image ``adapter:hash``, whatever the adapter's files hold (0.32,
         v1/engine/input_processor.py), so nothing is stored under that name.
         """
-        self._keys.forget_names()  # not in between: one of these would lose its own
+        self._keys.forget_names()  # before the loop only: later, a feature would lose its new name
         lora = getattr(request, "lora_request", None) if self._role.tower_adapters else None
         adapted = None if lora is None else f"{lora.lora_name}:"
         for feature in features:
@@ -271,7 +272,7 @@ class SchedulerHalf:
             self._keys.rename(identifier, name)
 
     def _begin_pass(self) -> None:
-        """See what has changed since the last pass."""
+        """Process what has changed since the last pass."""
         self._take_news()
         down, hung = self._store.is_open, self._disk.hangs
         if (down, hung) != (self._down, self._hung):
@@ -280,17 +281,17 @@ class SchedulerHalf:
         self.waits.begin_pass(self._clock())
 
     def _take_news(self) -> None:
-        """See what the prefetcher has finished."""
+        """Process the fetches that the prefetcher has finished."""
         if self._prefetcher.has_news:
             self.waits.went_far(self._prefetcher.drain_far())
             self.waits.arrived(self._prefetcher.drain())
 
     def _can_be_encoded(self, request: Any, features: Iterable[Any], start: int) -> bool:
-        """Whether the encoder can make what the request needs of these, since nothing is loaded.
+        """Return True if the encoder can make all that the request needs: nothing is loaded.
 
         Args:
-            request: It fails where that cannot be.
-            features: Some of the request's.
+            request: The request; it fails if a needed feature has no pixels and is not stored.
+            features: Some of the request's features.
             start: The first token of the request that may be computed.
         """
         for feature in features:
@@ -306,45 +307,45 @@ class SchedulerHalf:
         return True
 
     def _is_stored(self, key: Key) -> bool:
-        """Whether the corpus holds it, as far as can be told without waiting for the disk."""
+        """Return True if the index may hold the key; False, without waiting, if the disk hangs."""
         return not self._disk.hangs and self._index.maybe_contains(key)
 
     def _store_again(self, features: Iterable[Any]) -> None:
-        """Have stored what the device holds of these features and the corpus does not.
+        """Order a save of these features that the device holds and the corpus does not.
 
-        vLLM asks for what its own manager lacks. An object that somebody deleted, or a save that
-        was dropped, would be missing for as long as the device holds the embedding.
+        vLLM asks only for items missing on its device. So a deleted object, or one whose save was
+        dropped, would stay missing for as long as the device holds the embedding.
         """
         for feature in features:
             identifier = feature.identifier
             if identifier not in self.on_device or identifier in self.save_orders.ordered_s:
                 continue
-            if feature.modality == PASSED_THROUGH:  # the client's own; it is no embedding of ours
+            if feature.modality == PASSED_THROUGH:  # the client's own embedding, not ours
                 continue
             key = self._keys(identifier)
             if key is not None and not self._disk.hangs:
                 self._save(identifier, self.save_orders.again(key, feature))
 
     def _is_held(self, identifier: str) -> bool:
-        """Whether the device holds it, as far as is known."""
+        """Return True if the device holds the item, as far as is known."""
         return identifier in self.on_device and (self.device is None or identifier in self.device)
 
     def _look(self, feature: Any, needed_now: bool, now: float) -> State | None:
-        """State of one item, noting the demand if nobody did; None is a miss of another kind."""
+        """Return an item's state, and order its fetch if it is new. None is any other miss."""
         identifier = feature.identifier
         rows = feature.mm_position.get_num_embeds()
         item = self._items.get(identifier)
         if self._renames and item is not None and item.key != self._keys(identifier):
-            self.rows_asked[identifier] = 0  # it is what was called so before
+            self.rows_asked[identifier] = 0  # the item is of an earlier use of this identifier
             return None
         if item is None:
-            # What the device holds needs no fetch. A feature without pixels is had ready all the
+            # An item on the device needs no fetch. A feature without pixels is fetched all the
             # same: the device may evict it between this call and the next.
             if self._is_held(identifier) and not self._needs_embedding(feature):
                 return ABSENT
             return self._want(feature, rows, needed_now, now)
-        # A request whose features disagree asks for the first of them first. A client's name may be
-        # that of an image and of a video, too: it is not granted to the other, whatever its rows.
+        # If a request's features disagree on the rows, the first one counts. A client may also name
+        # an image and a video alike: the item is not granted to the other, whatever its rows.
         fitting = rows if item.modality == feature.modality else 0
         asked = self.rows_asked.setdefault(identifier, fitting)
         if asked != fitting and not self._role.asked_every_pass:
@@ -353,7 +354,7 @@ class SchedulerHalf:
         state = item.state
         if self._hung:
             if self._needs_embedding(feature):
-                self._bare.add(identifier)  # a worker will ask the bucket
+                self._bare.add(identifier)  # a worker will fetch it from the bucket
             elif self._role.asked_every_pass or state is not READY:
                 return ABSENT
         if state is READY:
@@ -364,12 +365,12 @@ class SchedulerHalf:
         came = not item.was_local and self._local(item.key)
         awaited = identifier in self._named or self._needs_embedding(feature)
         if item.failures and not came and not awaited:
-            return FAILED  # asked for again and again by another request
+            return FAILED  # another request retries it again and again
         if self._is_held(identifier) and not self._needs_embedding(feature):
             return ABSENT  # another request had it encoded while this one waited
         out_of_reach = self._down and not self._local(item.key)
         if out_of_reach and not self._needs_embedding(feature):
-            return ABSENT  # on its way when the store went down, and of use to a later request
+            return ABSENT  # the store went down during the fetch; a later request may use it
         return FETCHING
 
     def _look_at_ready(self, feature: Any, item: Item, rows: int) -> State | None:
@@ -378,8 +379,8 @@ class SchedulerHalf:
             return None
         if item.entry is None or not self._needs_embedding(feature):
             return READY
-        # vLLM would place the rows as this feature claims, and its prefix cache would give the
-        # outcome to all who ask under this identifier.
+        # vLLM would place the rows as this feature claims, and its prefix cache would serve the
+        # result to all requests with this identifier.
         stored = item.entry.header.placeholder or {}
         if not contradicts(stored, self._placeholder_of(feature) or {}):
             return READY
@@ -390,7 +391,7 @@ class SchedulerHalf:
         self, feature: Any, item: Item, rows: int, needed_now: bool, now: float
     ) -> State | None:
         if self._is_held(feature.identifier) and not self._needs_embedding(feature):
-            return ABSENT  # it was encoded, since it had failed
+            return ABSENT  # it was encoded after its fetch had failed
         came = not item.was_local and self._local(item.key)
         named = feature.identifier in self._named and item.was_absent
         modality = feature.modality
@@ -405,8 +406,8 @@ class SchedulerHalf:
                 self.rows_asked[feature.identifier] = rows
                 self.tracker.fetch(item.key, modality, rows, _DEMAND, promised=named)
             return FETCHING
-        # One that asks for other rows has a chance: those may have been a client's invention.
-        # And so has one that came to this node's disk since.
+        # A request for other rows is fetched again: a client may have made up the earlier ones.
+        # So is an entry that has reached this node's disk since.
         if fits and item.failed_lately(now) and not came:
             return FAILED
         if not self._is_worthwhile(feature, item.key):
@@ -440,12 +441,12 @@ class SchedulerHalf:
         return FETCHING
 
     def _is_worthwhile(self, feature: Any, key: Key) -> bool:
-        """Whether a fetch may bring it.
+        """Return True if a fetch may bring the item.
 
-        While the store is down only what this node's disk holds is worth a look; while the disk
-        hangs nothing, nor is the index, which is mapped from it. What the request names is worth
-        one whatever the index says: somebody has just encoded it. A feature without pixels is
-        always worth one: it has no other chance.
+        While the store is down, only entries on this node's disk are worth a fetch. While the disk
+        hangs none is, and the index, which is mapped from it, is not read. An item that the request
+        names is worth a fetch even if the index lacks it: another instance has just encoded it. A
+        feature without pixels always is, since it cannot be encoded.
         """
         if self._hung:
             return self._needs_embedding(feature)
@@ -458,9 +459,9 @@ class SchedulerHalf:
         return self._needs_embedding(feature)
 
     def _give_up(self, request: Any, pending: list[Any]) -> bool:
-        """Fail a request that came without pixels and whose embedding cannot be had.
+        """Fail a request that came without pixels and whose embedding is not available.
 
-        Scheduling it would run the encoder on nothing and end the engine.
+        Scheduling it would run the encoder without input, which kills the engine.
         """
         if request.request_id not in self.unavailable:
             self.unavailable.add(request.request_id)
@@ -471,7 +472,7 @@ class SchedulerHalf:
     # -- while scheduling a request --------------------------------------------------------
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether vLLM may skip the encoder for this item."""
+        """Return True if vLLM may skip the encoder for this item."""
         if self._stopped:
             granted = False
         elif not self._role.consumer:
@@ -484,10 +485,10 @@ class SchedulerHalf:
                 item is not None
                 and item.state is READY
                 and item.rows == self.rows_asked.get(identifier)
-                # While the disk hangs only what cannot be encoded is loaded: from the bucket.
+                # While the disk hangs, only items without pixels are loaded, from the bucket.
                 and (not self._hung or identifier in self._bare or not self._role.asked_every_pass)
             )
-            # vLLM asks only for what its device cache lacks.
+            # vLLM asks only for items that are missing in its device cache.
             if identifier in self.on_device:
                 self.on_device.discard(identifier)
                 self._evicted.add(identifier)
@@ -495,7 +496,7 @@ class SchedulerHalf:
         return granted
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
-        """The request will be scheduled: turn the last decision into a load or a save."""
+        """Turn the last decision into a load or a save: the request will be scheduled."""
         feature = request.mm_features[index]
         identifier = feature.identifier
         self.allocated.append(identifier)
@@ -504,7 +505,7 @@ class SchedulerHalf:
         if feature.modality == PASSED_THROUGH:
             return
         if self._renames and not self._role.asked_every_pass:
-            self._name(request, (feature,))  # many may have been named since it was asked about
+            self._name(request, (feature,))  # other requests may have replaced the names since
         granted = self.decisions.pop(identifier, False)
         self.lookups.allocated(request_id, index)
         rows = feature.mm_position.get_num_embeds()
@@ -519,7 +520,7 @@ class SchedulerHalf:
                 self._save(identifier, self.save_orders.order(key, feature))
 
     def _why_encoded(self, request_id: str, identifier: str) -> str:
-        """A key of ENCODED: why the encoder makes an input that is not granted."""
+        """Return the reason why an input that is not granted is encoded: a key of ENCODED."""
         role = self._role
         if self._stopped or (role.consumer and not role.can_load):
             return "stopped"
@@ -543,7 +544,7 @@ class SchedulerHalf:
         return "unfit"
 
     def _granted(self, identifier: str, modality: str, rows: int) -> None:
-        """The encoder need not make this: have it loaded, where this instance loads."""
+        """Order the load of an item that need not be encoded, if this instance loads."""
         saved_s = self._costs.known_s(modality, rows)
         if saved_s is not None:
             self._counters.add("encode.saved_seconds", saved_s)
@@ -558,15 +559,15 @@ class SchedulerHalf:
         self._plan.loads.append(Load.of(identifier, item.entry, item.key.renamed))
 
     def _save(self, identifier: str, save: Save | None) -> None:
-        """Have it saved, where that is ordered."""
+        """Add a save order to the plan; None adds nothing."""
         if save is not None:
             self._plan.saves[identifier] = save
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
-        """Seconds until the device would have this again, by what was measured. Memory only.
+        """Estimate the seconds to restore an item on the device, from measurements in memory.
 
-        That is to load it from this node's disk, to fetch and load it, or to encode it; never more
-        than to encode it. A disk that nothing was measured of counts as fast.
+        That is the time to load it from this node's disk, to fetch and load it, or to encode it;
+        never more than to encode it. A disk without measurements counts as fast.
         """
         encode_s = self._costs.cost_s(modality, rows)
         key = self._keys(identifier)
@@ -593,16 +594,16 @@ class SchedulerHalf:
         decode_tokens: int = 0,
         requests: int = 0,
     ) -> StepPlan:
-        """Close the pass: hand the demand over, drop unused grants, return the step's orders.
+        """Close the pass: submit the demand, drop unused grants, return the step's orders.
 
         Args:
-            freed: Identifiers that the device's encoder cache gave up since the last step, as
-                often as it did.
-            scheduled_tokens: Of the whole step. The V1 runner does not call the worker half
+            freed: Identifiers that the device's encoder cache freed since the last step, once for
+                each time.
+            scheduled_tokens: Tokens of the whole step. The V1 runner does not call the worker half
                 in a step without tokens, so orders wait for the next one.
-            decode_tokens: What the step would have if all its requests decoded; fewer than it has
-                where some are prefilled. Of use to a policy only, as the next one.
-            requests: That got tokens.
+            decode_tokens: Tokens that the step would have if all its requests decoded; fewer than
+                scheduled_tokens if some are prefilled. Only a policy uses this and the next one.
+            requests: Number of requests that got tokens.
         """
         self.waits.end_pass(self._clock())
         if self._policy is not None:
@@ -629,17 +630,17 @@ class SchedulerHalf:
         plan = StepPlan()
         if scheduled_tokens:
             plan, self._plan = self._plan, plan
-        # What later steps load must stay.
+        # Items that later steps load must stay.
         can_sweep = is_late and not self._plan.loads
         loads = [load.identifier for load in plan.loads]
         plan.step = self.tracker.next_step(loads, now, sweep=can_sweep)
         return plan
 
     def _gone(self, freed: Iterable[str]) -> set[str]:
-        """What the device does not hold at the end of this pass, of what it gave up.
+        """Return the freed identifiers that the device does not hold at the end of this pass.
 
-        An embedding may be given up and allocated again in one pass; before 0.32 vLLM names it
-        all the same. And one may be allocated and given up: its request was preempted.
+        An embedding may be freed and allocated again in one pass; vLLM before 0.32 lists it
+        all the same. It may also be allocated and then freed: its request was preempted.
         """
         times = Counter(freed)
         return {
@@ -649,7 +650,7 @@ class SchedulerHalf:
         }
 
     def _drop_orders(self, freed: set[str]) -> None:
-        """Take back what is to be loaded or stored again and the device has given up since.
+        """Drop load and save orders of identifiers that the device has freed since.
 
         The worker frees first: it would load them after that and never free them again.
         """
@@ -661,7 +662,7 @@ class SchedulerHalf:
         self._plan.loads = [load for load in self._plan.loads if load.identifier not in freed]
 
     def update_connector_output(self, report: WorkerReport) -> None:
-        """Take the workers' report: let go of what was loaded, learn what was stored."""
+        """Process the workers' report: release loaded entries, add stored keys to the index."""
         self.tracker.loaded(report.loaded)
         if report.has_other_weights and self.stop():
             self._counters.add("stopped_by_weights")
@@ -669,8 +670,8 @@ class SchedulerHalf:
                 "the model's weights were replaced while this engine started: nothing is loaded or "
                 "saved from here on. Start it again"
             )
-        # Adding looks into the index, which is mapped from the disk. What is not added is found
-        # when it was announced.
+        # Adding a key reads the index, which is mapped from the disk. A key that is not added is
+        # found once it was announced.
         hangs = bool(report.stored) and self._disk.hangs
         for identifier in report.stored:
             self.save_orders.release(identifier)
@@ -683,7 +684,7 @@ class SchedulerHalf:
             self._costs.add(one.modality, one.rows, one.seconds, items=one.items)
 
     def _sweep(self, now: float) -> None:
-        """Drop what is too old to matter; at most once a second."""
+        """Drop expired state; at most once a second."""
         self._swept_s = now
         if not self._role.asked_every_pass:
             for identifier in self.rows_asked.keys() - self._items.keys():
@@ -696,16 +697,16 @@ class SchedulerHalf:
     # -- the end of a request --------------------------------------------------------------
 
     def take_unavailable_requests(self) -> set[str]:
-        """Requests that vLLM must fail; each is named once."""
+        """Return the requests that vLLM must fail; each is returned once."""
         taken, self.unavailable = self.unavailable, set()
         return taken
 
     def request_finished(self, request: Any) -> list[int] | None:
-        """The request has ended.
+        """Drop the state of a request that has ended.
 
         Returns:
-            Of a pure producer the features that it does not store, by their places: what has no
-            key. None of all others.
+            For a pure producer, the positions of the features that it does not store, such as
+            those without a key. None for other roles.
         """
         self.unavailable.discard(request.request_id)
         self.lookups.end_request(request.request_id)

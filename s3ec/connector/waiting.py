@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request waits for its embeddings or has them encoded: whichever is likely to cost less.
+"""Decides whether a request waits for its embeddings or encodes them: the likely cheaper one.
 
-Everything here is arithmetic on what it is told. There is no clock, no I/O and no lock; the
-scheduler's thread owns it all. Times are seconds.
+All of it is arithmetic on reported measurements. There is no clock, no I/O and no lock; the
+scheduler's thread owns all state. Times are seconds.
 
-The rule is that of somebody who rents skis and cannot know for how many days. A wait begins where
-the fetch is likely to cost less than encoding does. It ends after about twice what the encoder
-would have taken: a fetch that has not come by then may never come. The decision is made once, when
-a request begins to wait. Nothing is weighed again until the wait ends. It also ends where no
-replica has what is awaited. Then waiting for home is weighed like any wait.
+The rule is that of the ski-rental problem. A wait begins if the fetch is likely to cost less than
+encoding does. It ends after about twice the time that the encoder would have taken: a fetch that
+has not ended by then may never end. The decision is made once, when a request begins to wait. It
+is weighed again only after the wait, or once no replica has the embedding. Then waiting for home
+is weighed like any wait.
 
-Encoding costs more than its own time where the engine is busy, since it delays all who come after
-it. So its time is multiplied by a price, which is 1 in an idle engine.
+Encoding costs more than its own time if the engine is busy, since it delays all later requests.
+So its time is multiplied by a price, which is 1 in an idle engine.
 
-An embedding that is not waited for is fetched all the same, for later requests.
+An embedding that no request waits for is fetched all the same, for later requests.
 """
 
 from __future__ import annotations
@@ -29,44 +29,45 @@ from s3ec.encode_costs import EncodeCosts
 Source = Literal["bucket", "home", "tier", "promise"]
 """Where an embedding comes from.
 
-``bucket`` is the place that is asked first: a replica where there are any. ``home`` is the bucket
-behind replicas, once none of these has given it. ``promise``: another engine is still uploading it.
+``bucket`` is asked first: it is a replica if there are any. ``home`` is the bucket behind the
+replicas, once none of them has it. ``tier`` is this node's disk. ``promise``: another engine is
+still uploading it.
 """
 
-# A wait begins where the fetch is likely to take at most so much of what encoding costs.
+# A wait begins if the fetch is likely to take at most this share of the cost of encoding.
 _BEGIN_SHARE = 0.7
-# A wait lasts at most so many times what encoding takes, or what the fetch was likely to take.
+# A wait lasts at most this many encode times, or likely fetch times, whichever is longer.
 _MOST_ENCODES = 2.0
 _MOST_FETCHES = 3.0
-# The last of n fetches is likely to take n ** 0.3 times what one takes.
+# The last of n fetches is likely to take n ** 0.3 times as long as one fetch.
 _LAST_POWER = 0.3
 # The price of encoding in an engine that is busy with prompts for the share x of its time:
-# (1 - x) ** -2. It is 1 where requests come one at a time, however long each keeps it busy.
+# (1 - x) ** -2. It is 1 if requests come one at a time, however long each keeps it busy.
 _PRICE_POWER = 2.0
 _BUSIEST = 0.97
 _ALONE = 0.02
-# How fast the engine's load is forgotten, and the weight of one more step that only decodes.
+# Time constant of the engine's load average, and the weight of one more step that only decodes.
 _MEMORY_S = 3.0
 _STEP_WEIGHT = 0.1
-# What is believed of a cost may be so many times too high.
+# An estimated cost may be this many times too high.
 _FAR_TOO_HIGH = 10.0
 
-# Before anything was fetched. A disk takes what a disk takes: as if it were as slow as a bucket,
-# a new engine would encode what lies on its own disk.
+# Estimates before the first fetch. The disk has its own: with a bucket's estimate, a new engine
+# would encode the images that lie on its own disk.
 PRIOR_FETCH_S: dict[Source, float] = {"bucket": 0.05, "home": 0.05, "tier": 0.002, "promise": 0.05}
-# The weight of one more fetch in the share of those that go on to home.
+# The weight of one more fetch in the share of those that continue to home.
 _FAR_WEIGHT = 1 / 16
-# The weight of one more fetch, and the shortest time that is told apart.
+# The weight of one more fetch, and the shortest time that counts: shorter ones count as this.
 _FETCH_WEIGHT = 1 / 64
 _SHORTEST_FETCH_S = 1e-4
 
 
 class FetchTimes:
-    """How long fetches of one kind are likely to take, from their begin.
+    """Estimates how long fetches of one kind take, from their start.
 
     Attributes:
         likely_s: The geometric mean, in which the latest count most. About half of the fetches take
-            longer, and a few that take for ever move it little.
+            longer, and a few very slow ones move it little.
     """
 
     def __init__(self, prior_s: float) -> None:
@@ -74,17 +75,17 @@ class FetchTimes:
         self._count = 0
 
     def add(self, seconds: float) -> None:
-        """One fetch has taken so long."""
+        """Add the duration of one fetch."""
         self._count += 1
         weight = max(_FETCH_WEIGHT, 1 / self._count)
         self.likely_s *= math.pow(max(seconds, _SHORTEST_FETCH_S) / self.likely_s, weight)
 
 
 class SourceTimes:
-    """How long fetches take, by where from and by size class.
+    """Estimates how long fetches take, by source and size class.
 
-    With replicas, "bucket" is their time. What they lack is told of as soon as home is asked. So it
-    costs their time, and home's only where that pays.
+    With replicas, "bucket" is their time. A miss there is reported as soon as home is asked. So it
+    costs the replicas' time, and home's only if that wait pays.
     """
 
     def __init__(self) -> None:
@@ -92,11 +93,11 @@ class SourceTimes:
         self._far_share = 0.0  # of the latest fetches, those that went on to home
 
     def note_far(self, *, is_far: bool) -> None:
-        """A fetch went on from the replicas to home, or it did not have to."""
+        """Note whether a fetch continued from the replicas to home."""
         self._far_share += _FAR_WEIGHT * (is_far - self._far_share)
 
     def likely_s(self, source: Source, rows: int, most_s: float) -> float:
-        """How long a fetch is likely to hold somebody up who waits at most ``most_s`` for home."""
+        """Estimate how long a fetch delays a request that waits at most ``most_s`` for home."""
         found_s = self.of(source, rows).likely_s
         if source == "bucket" and self._far_share:
             more_s = max(0.0, self.of("home", rows).likely_s - found_s)
@@ -104,7 +105,7 @@ class SourceTimes:
         return found_s
 
     def of(self, source: Source, rows: int) -> FetchTimes:
-        """Those of this source and of about this size."""
+        """Return the estimate for this source and about this size."""
         kind = (source, rows.bit_length())
         found = self._times.get(kind)
         if found is None:
@@ -112,12 +113,12 @@ class SourceTimes:
         return found
 
     def relearn(self, source: Source) -> None:
-        """How long fetches of this source take is to be learned anew."""
+        """Drop the measurements of this source, to measure it again."""
         self._times = {kind: times for kind, times in self._times.items() if kind[0] != source}
 
 
 class EngineLoad:
-    """How busy the engine is, from its scheduling passes: whether an encode delays others."""
+    """Measures how busy the engine is, from its scheduling passes: then an encode delays others."""
 
     def __init__(self, steps_in_flight: int) -> None:
         """Start idle.
@@ -126,22 +127,22 @@ class EngineLoad:
             steps_in_flight: Scheduling passes until the one whose step runs now: 1, or 2 with
                 asynchronous scheduling.
         """
-        idle = (False, False)  # whether the step had a prefill, and any tokens
+        idle = (False, False)  # the step had a prefill; it had tokens
         self._steps = deque([idle] * steps_in_flight, maxlen=steps_in_flight)
         self._last_s = math.inf
         self._ended_s = 0.0
         self._busy_s = 0.0
         self._wall_s = 1e-6
-        self._plain_s = 0.0  # a step that only decodes
+        self._plain_s = 0.0  # duration of a step that only decodes
         self._requests = 0  # of the last pass
-        self._others = 0.0  # of a pass, beside one
+        self._others = 0.0  # average number of other requests in a pass
 
     def end_request(self, now: float) -> None:
-        """A request has ended, and with it a step; perhaps nothing runs until the next pass."""
+        """Note that a request and its step ended; the engine may idle until the next pass."""
         self._ended_s = now
 
     def end_pass(self, now: float, *, has_prefill: bool, requests: int) -> None:
-        """A scheduling pass has ended, in which so many requests got tokens."""
+        """Note the end of a scheduling pass in which ``requests`` requests got tokens."""
         last, self._last_s = self._last_s, now
         if now > last:
             ran_s = (self._ended_s if self._ended_s > last else now) - last
@@ -153,7 +154,7 @@ class EngineLoad:
         self._requests = requests
 
     def _exclusive_s(self, ran_s: float) -> float:
-        """What the step that has run meanwhile took longer than one that only decodes."""
+        """Return how much longer the step that has run took than one that only decodes."""
         had_prefill, had_tokens = self._steps[0]
         if had_prefill:
             return max(0.0, ran_s - self._plain_s)
@@ -164,7 +165,7 @@ class EngineLoad:
 
     @property
     def price(self) -> float:
-        """What a second of encoding costs, in seconds of all requests: 1 and more."""
+        """Return the cost of a second of encoding, in seconds of all requests; at least 1."""
         if self._others < _ALONE:
             return 1.0
         idle = 1.0 - min(_BUSIEST, self._busy_s / self._wall_s)
@@ -173,7 +174,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """One item that a request lacks.
+    """One missing item of a request.
 
     Attributes:
         modality: ``image``, ``video``...
@@ -187,12 +188,12 @@ class Missing:
 
 
 class WaitPolicy:
-    """Decides how long a request may wait for what it lacks.
+    """Decides how long a request may wait for its missing items.
 
     Attributes:
-        costs: What encoding costs.
-        load: How busy the engine is.
-        times: How long fetches take.
+        costs: Cost of encoding.
+        load: Load of the engine.
+        times: Duration of fetches.
     """
 
     def __init__(self, costs: EncodeCosts, load: EngineLoad) -> None:
@@ -201,21 +202,21 @@ class WaitPolicy:
         self.times = SourceTimes()
 
     def limit_s(self, missing: Sequence[Missing], now: float) -> float:
-        """How long a request may wait from now on; 0 where encoding is likely to cost less.
+        """Return how many seconds a request may wait from now on; 0 if encoding likely costs less.
 
         Args:
-            missing: What the request lacks, at least one.
+            missing: The request's missing items, at least one.
             now: Monotonic seconds.
         """
         costs = self.costs
         for one in missing:
             if one.source == "promise" and costs.known_s(one.modality, one.rows) is None:
-                return math.inf  # others encode it; it is not encoded here to learn the cost
-        # All of them, not the first one only: each kind is explored once.
+                return math.inf  # another engine encodes it; do not encode it to learn the cost
+        # A list, so that all are explored, not only the first: each kind is explored once.
         if sum([self._explore(one, now) for one in missing if one.source == "bucket"]):
             return 0.0
         encode_s = sum(costs.cost_s(one.modality, one.rows) for one in missing)
-        # The last of several fetches comes later than one alone would.
+        # The last of several fetches ends later than one alone would.
         most_s = _BEGIN_SHARE * self.load.price * encode_s
         likely_s = max(self.times.likely_s(one.source, one.rows, most_s) for one in missing)
         likely_s *= math.pow(len(missing), _LAST_POWER)
@@ -224,9 +225,9 @@ class WaitPolicy:
         return max(_MOST_ENCODES * encode_s, _MOST_FETCHES * likely_s)
 
     def _explore(self, item: Missing, now: float) -> bool:
-        """Whether an item should be encoded so that its cost becomes known, or is learned anew.
+        """Return True if an item should be encoded to measure its cost, first or again.
 
-        Not anew where to wait would be right though the cost were believed far too high.
+        It is not measured again if the wait would pay even with a cost that is far too high.
         """
         cost_s = self.costs.cost_s(item.modality, item.rows)
         in_doubt = cost_s < _FAR_TOO_HIGH * self.times.likely_s(item.source, item.rows, cost_s)
