@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One fetch of an embedding: what is asked for, from where it comes, and how it ends."""
+"""One fetch of an embedding: the request, the sources it may come from, and the result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class ByteBudget:
-    """Who needs more than is free waits; what is larger than the budget goes alone."""
+    """Bounds the bytes in use: a caller waits for room, and one above the budget runs alone."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -49,11 +49,11 @@ class ByteBudget:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything is held."""
+        """True if any bytes are in use."""
         return self._held_bytes > 0
 
     async def take(self, nbytes: int) -> None:
-        """Wait until so many bytes more may be held; anything may be alone."""
+        """Wait until ``nbytes`` fit into the budget, or nothing else is in use; then take them."""
         while self._held_bytes and self._held_bytes + nbytes > self._limit_bytes:
             room = asyncio.get_running_loop().create_future()
             self._waiting.append(room)
@@ -61,7 +61,7 @@ class ByteBudget:
         self._held_bytes += nbytes
 
     def free(self, nbytes: int) -> None:
-        """Give back what was taken."""
+        """Release bytes that were taken."""
         self._held_bytes -= nbytes
         waiting, self._waiting = self._waiting, []
         for room in waiting:
@@ -70,11 +70,11 @@ class ByteBudget:
 
 
 class Priority(enum.IntEnum):
-    """Order of the queue: what a request waits for now comes before what it may need later."""
+    """Order of the queue: items that a request waits for come before those it may need later."""
 
     DEMAND = 0
     LOOKAHEAD = 1
-    FORGOTTEN = 2  # nobody waits for it any more; it may still be of use
+    FORGOTTEN = 2  # no request waits for it any more; it may still be of use
 
 
 class FetchOutcome(enum.Enum):
@@ -82,17 +82,17 @@ class FetchOutcome(enum.Enum):
 
     READY = "ready"
     ABSENT = "absent"  # neither here nor in the bucket
-    MISMATCH = "mismatch"  # there, but not what this request needs
-    CORRUPT = "corrupt"  # there, but unusable, twice; or known to be so, and not asked for
+    MISMATCH = "mismatch"  # there, but it does not fit this request
+    CORRUPT = "corrupt"  # there, but unusable, twice; or known to be so, and not fetched
     UNAVAILABLE = "unavailable"  # the bucket or the disk did not answer in time
 
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """One embedding that somebody asks for.
+    """One embedding that a caller requests.
 
     Attributes:
-        key: What to bring.
+        key: The embedding's key.
         modality: Selects the width and dtype that the entry must have.
         rows: Rows that the request has room for; other entries are a mismatch.
         priority: Place in the queue; a later request for the same key can only improve it.
@@ -106,7 +106,7 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The end of one request. Who drains it hands ``entry`` to ``Residents.release`` in the end."""
+    """The result of one request. The caller passes ``entry`` to ``Residents.release`` when done."""
 
     want: FetchRequest
     outcome: FetchOutcome
@@ -115,15 +115,15 @@ class FetchResult:
     seconds: float = 0.0
 
 
-# Larger objects are asked for in ranges of this size, since one connection to S3 carries some
-# 95 MiB/s. Ranges of half the size are here sooner and cost more requests: they are for an object
+# Larger objects are fetched in ranges of this size, since one connection to S3 carries some
+# 95 MiB/s. Ranges of half the size arrive sooner and cost more requests: they are for an object
 # that is fetched alone.
 PART_BYTES = 4 * 2**20
-# So many ranges of one object, or twice as many halves, are asked for or wait to be checked.
+# This many ranges of one object, or twice as many halves, are requested or wait for verification.
 PARTS_AT_A_TIME = 8
-# A large object may take as much longer than a small one as it would at this pace.
+# A large object gets as much more time than a small one as it needs at this rate.
 _LEAST_BYTES_PER_S = 2**20
-# What is here does not wait longer for what the bucket says of its modality.
+# An entry on this node waits at most this long for the bucket's record of its modality.
 _RECORD_PATIENCE_S = 0.25
 
 
@@ -131,7 +131,7 @@ _RECORD_PATIENCE_S = 0.25
 class Sources:
     """Where entries come from and go to: one process's parts, see Node.
 
-    ``fetched`` is told what came from the bucket; it must not wait.
+    ``fetched`` is called with each key that came from the bucket; it must not wait.
     """
 
     store: Store
@@ -146,10 +146,10 @@ class Sources:
 
 
 class Fetcher:
-    """Fetches one embedding per call; any number of calls at once. The loop's thread only.
+    """Fetches one embedding per call; any number of concurrent calls. The loop's thread only.
 
-    ``max_inflight_bytes`` bounds the bytes of bodies in memory over all calls; one larger than
-    that goes alone.
+    ``max_inflight_bytes`` bounds the bytes of bodies in memory over all calls; a larger body is
+    fetched alone.
     """
 
     def __init__(
@@ -170,10 +170,10 @@ class Fetcher:
         self._budget = ByteBudget(max_inflight_bytes)
 
     async def look(self, want: FetchRequest) -> FetchResult | None:
-        """Open an entry that is on this node's disk; nothing waits for the bucket.
+        """Open an entry on this node's disk, without waiting for the bucket.
 
         Returns:
-            None where it is not here, or cannot be opened.
+            The result; None if the entry is not here, or cannot be opened.
 
         Raises:
             TierError: The disk does not answer.
@@ -193,13 +193,13 @@ class Fetcher:
 
         Args:
             deadline: Ends this call; moved for a large object.
-            ignore_claim: Fetch it also while somebody else does.
+            ignore_claim: True to fetch it even while another process does.
 
         Returns:
-            None where somebody else fetches it.
+            The result; None if another process fetches it.
 
         Raises:
-            UnavailableError, AccessError, TierError: Bucket or disk did not do their part.
+            UnavailableError, AccessError, TierError: The bucket or the disk failed or refused.
         """
         key = want.key
         if self._loop.watch.hangs:
@@ -207,7 +207,7 @@ class Fetcher:
         look = partial(self._entries.open_or_claim, key, ignore_claim=ignore_claim)
         found = await self._loop.disk(look, undo=self._release_claim)
         if found is None:
-            with suppress(UnavailableError, AccessError):  # begun here, for ``longer_s``
+            with suppress(UnavailableError, AccessError):  # start reading it, for ``longer_s``
                 await self._records.get_soon(want.modality, 0.0)
             return None
         if isinstance(found, OpenEntry):
@@ -217,7 +217,7 @@ class Fetcher:
             if self._index.is_bad(key):
                 return FetchResult(want, FetchOutcome.CORRUPT)
             record = await self._records.get(want.modality)
-            if record is None:  # so nothing of this modality was stored yet
+            if record is None:  # no embedding of this modality was stored yet
                 self._counters.add("mismatch.no_record")
                 return FetchResult(want, FetchOutcome.ABSENT)
             expected = Shape(want.rows, record.width, record.dtype)
@@ -226,10 +226,10 @@ class Fetcher:
             self._loop.disk_soon(self._claims.release, found)
 
     def longer_s(self, want: FetchRequest) -> float:
-        """How much more time than a small object this one may take; from memory.
+        """Return how much more time than a small object this one may take; from memory.
 
         Returns:
-            Seconds; 0 where its size is not known, since no record of its modality was read yet.
+            Seconds; 0 if its size is not known, since no record of its modality was read yet.
         """
         record = self._records.expected(want.modality)
         if record is None:
@@ -237,20 +237,20 @@ class Fetcher:
         return _longer_s(_most_bytes(Shape(want.rows, record.width, record.dtype)))
 
     def _release_claim(self, found: object) -> None:
-        """Give back what nobody waits for any more; blocking. An open entry needs nothing."""
+        """Release a claim whose caller is gone; blocking. An open entry needs no release."""
         if isinstance(found, Claim):
             self._claims.release(found)
 
-    # -- what this node has --------------------------------------------------------------------
+    # -- entries on this node ------------------------------------------------------------------
 
     async def _check_local(self, want: FetchRequest, entry: OpenEntry) -> FetchResult:
         try:
             record = await self._records.get_soon(want.modality, _RECORD_PATIENCE_S)
         except (UnavailableError, AccessError):
-            # The entry was compared with the record before it came to the tier; a restart while
-            # the bucket is down, or slow, can still be served from here.
+            # The entry was compared with the record before it came to the tier. So a restart while
+            # the bucket is down or slow can still be served from here.
             record = Record(entry.header.shape.width, entry.header.shape.dtype)
-        if record is None:  # saved here a moment ago: its upload writes the record first
+        if record is None:  # just saved here: its upload will write the record first
             self._counters.add("mismatch.no_record")
             return FetchResult(want, FetchOutcome.ABSENT)
         self._residents.add(want.key.digest, entry)
@@ -260,10 +260,10 @@ class Fetcher:
         return self._mismatch(want, misfit, entry.header)
 
     def _mismatch(self, want: FetchRequest, field: str, found: Header) -> FetchResult:
-        """Count what differs; a request cannot use the entry, others may.
+        """Count a mismatch: this request cannot use the entry, others may.
 
         Args:
-            field: What differs.
+            field: The field that differs.
             found: The entry's header.
         """
         told = field in ("rows", "width", "dtype")
@@ -277,7 +277,7 @@ class Fetcher:
         self._counters.add(f"mismatch.{field}")
         return FetchResult(want, FetchOutcome.MISMATCH)
 
-    # -- what the bucket has -------------------------------------------------------------------
+    # -- objects in the bucket -----------------------------------------------------------------
 
     async def _download(
         self, want: FetchRequest, expected: Shape, deadline: asyncio.Timeout
@@ -296,9 +296,9 @@ class Fetcher:
     async def _ask_bucket(
         self, want: FetchRequest, expected: Shape, part_bytes: int | None
     ) -> FetchResult:
-        """Fetch the object, once more if it is bad; no part_bytes: as a whole."""
+        """Fetch the object, and again if it is bad; as a whole if part_bytes is None."""
         key = want.key
-        # Whether the index tells of an object of this size.
+        # True if the index lists an object of this size.
         fits = expected.nbytes < (self._index.nbytes(key) or 0) <= _most_bytes(expected)
 
         async def read(replicas: set[Place]) -> FetchResult | None:
@@ -308,7 +308,7 @@ class Fetcher:
                 ranges = _ranges(expected, part_bytes)
                 found = await self._receive_parts(want, expected, ranges, at_once=fits)
             if found is not None and found.outcome is FetchOutcome.MISMATCH and replicas:
-                # Sound, and of no use: an older one, perhaps. Home may have what is.
+                # The copy is valid but does not fit; it may be old. Home may have one that fits.
                 raise CorruptEntryError("a copy of a replica does not fit", reason="size")
             return found
 
@@ -321,8 +321,8 @@ class Fetcher:
                 )
             except CorruptEntryError as exc:
                 if exc.reason == "size" and not fits:
-                    # Of no use to this request, whose rows a client may have made up; it
-                    # may be what the next one needs.
+                    # It does not fit this request, whose rows a client may have made up; it may
+                    # fit the next one.
                     self._counters.add("mismatch.size")
                     return FetchResult(want, FetchOutcome.MISMATCH)
                 self._note_corrupt(key, attempt, exc)
@@ -331,7 +331,7 @@ class Fetcher:
                 continue
             if answer is None:
                 if self._index.maybe_contains(key):
-                    # Of what it never held an index need not be told. It may come at any moment.
+                    # The index need not note a key that it never held. It may appear at any moment.
                     self._index.mark_missing(key, absent=True)
                 return FetchResult(want, FetchOutcome.ABSENT)
             self._index.mark_present(key)
@@ -359,7 +359,7 @@ class Fetcher:
         )
 
     async def _receive(self, want: FetchRequest, expected: Shape) -> FetchResult | None:
-        """A whole object; None if it is absent."""
+        """Fetch an object as a whole; None if it is absent."""
         name = self._layout.object(want.key)
         body = await self._store.get(name, max_bytes=_most_bytes(expected))
         if body is None:
@@ -372,7 +372,7 @@ class Fetcher:
     def _keep(
         self, want: FetchRequest, expected: Shape, body: Blob
     ) -> tuple[str, Header] | OpenEntry:
-        """Verify a body, and keep it where it is what the request needs; blocking."""
+        """Verify a body, and keep it if it fits the request; blocking."""
         header = codec.verify(body, namespace=self._layout.namespace, identifier=want.key.stored)
         misfit = _misfit(header, want, expected)
         if misfit is not None:
@@ -393,12 +393,12 @@ class Fetcher:
         *,
         at_once: bool,
     ) -> FetchResult | None:
-        """A large object, in ranges that are written as they come; None if it is absent.
+        """Fetch a large object in ranges that are written as they arrive; None if it is absent.
 
         Args:
-            ranges: All of it.
-            at_once: Ask for all ranges at once. Else for the first one alone, which tells whether
-                the object is there and of use.
+            ranges: Ranges that cover the object.
+            at_once: True to request all ranges at once. Else the first one alone comes first: it
+                shows whether the object exists and fits.
         """
         disk, name = self._loop.disk, self._layout.object(want.key)
         at_a_time = PARTS_AT_A_TIME * PART_BYTES // len(ranges[0])
@@ -423,7 +423,7 @@ class Fetcher:
                         if not isinstance(begun, Incoming):
                             return self._mismatch(want, *begun)
                         incoming = begun
-                    del part  # so that only parts_as_they_come decides how many are in memory
+                    del part  # so that only parts_as_they_come bounds the parts in memory
                     if incoming is not None and early:
                         await disk(incoming.put, early)
                         early = []
@@ -438,7 +438,7 @@ class Fetcher:
     def _begin(
         self, want: FetchRequest, expected: Shape, first: Blob
     ) -> Incoming | tuple[str, Header]:
-        """Look at the front of an object, and make room for the rest; blocking."""
+        """Check the header of an object, and make room for the rest; blocking."""
         verifier = codec.Verifier(
             first, namespace=self._layout.namespace, identifier=want.key.stored
         )
@@ -454,7 +454,7 @@ class Fetcher:
 
 
 def _misfit(header: Header, want: FetchRequest, expected: Shape) -> str | None:
-    """What differs from what the request has room for; None where nothing does."""
+    """Return the first field in which an entry does not fit the request; None if it fits."""
     for name in ("rows", "width", "dtype"):
         if getattr(header.shape, name) != getattr(expected, name):
             return name
@@ -462,17 +462,17 @@ def _misfit(header: Header, want: FetchRequest, expected: Shape) -> str | None:
 
 
 def _most_bytes(expected: Shape) -> int:
-    """An honest entry is the tensor and a header; anything larger is refused unread."""
+    """Return the largest valid size: tensor and header. Anything larger is refused unread."""
     return expected.nbytes + 8 + codec.HEADER_LIMIT
 
 
 def _longer_s(max_bytes: int) -> float:
-    """By how much the deadline of a large object is later than a small one's."""
+    """Return the seconds by which a large object's deadline is later than a small one's."""
     return max_bytes / _LEAST_BYTES_PER_S if max_bytes > PART_BYTES else 0.0
 
 
 def _ranges(expected: Shape, part_bytes: int) -> list[range]:
-    """The ranges that a large object is asked for in; the last one has room for any header."""
+    """Return the ranges to fetch a large object in; the last one has room for any header."""
     starts = list(range(0, expected.nbytes, part_bytes))
     stops = [*starts[1:], _most_bytes(expected)]
     return [range(start, stop) for start, stop in zip(starts, stops, strict=True)]

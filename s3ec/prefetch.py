@@ -4,10 +4,10 @@
 ``submit`` and ``drain`` touch memory only and may be called from any thread. Everything
 else happens on a LoopThread and its disk pool.
 
-There are two lanes, so that nothing that lies on this node waits for the bucket. In one, the disk
-is searched for what it is believed to hold. In the other, entries are downloaded. What another
-process of the node fetches at the moment is parked: it takes no place in either lane. Every few
-milliseconds its claim is looked at. When the claim is gone, the entry is looked for on the disk.
+There are two lanes, so that an entry on this node never waits for the bucket. The disk lane opens
+entries that the disk is believed to hold. The download lane fetches the others. A request that
+another process of the node is fetching waits outside both lanes. Its claim is checked every few
+milliseconds. Once the claim is gone, the entry is opened from the disk.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# How soon a parked want is looked at again: at first, and at most while nothing changes.
+# The pause between two checks of waiting requests: at first, and at most while nothing changes.
 _FIRST_LOOK_S = 0.002
 _LAST_LOOK_S = 0.02
-# How many are looked at in one call of a disk thread; one takes about 2 us.
+# Claims that one call of a disk thread checks; one takes about 2 us.
 _LOOKS = 64
 
 
@@ -53,13 +53,13 @@ class Limits:
     """Bounds of the prefetcher.
 
     Attributes:
-        max_concurrency: Downloads under way at a time, and looks at the disk likewise.
-        max_inflight_bytes: Of bodies in memory at a time.
-        max_queued: Wants that have not begun.
-        deadline_s: For one fetch from its start; a large object gets more.
-        claim_patience_s: How long a want waits for another process that fetches the same and may
-            hang, before it is fetched here too. As much longer for a large object as its deadline
-            is later: who has the claim and keeps its pace is not overtaken.
+        max_concurrency: Concurrent downloads, and likewise concurrent disk reads.
+        max_inflight_bytes: Bytes of bodies in memory at a time.
+        max_queued: Requests that have not begun.
+        deadline_s: Deadline of one fetch from its start; a large object gets more.
+        claim_patience_s: How long a request waits for another process that fetches the same entry
+            and may hang, before it is fetched here too. A large object gets as much more as its
+            deadline does: a claim's owner that keeps its pace is not overtaken.
     """
 
     max_concurrency: int = 16
@@ -70,7 +70,7 @@ class Limits:
 
 
 class _Lane:
-    """What waits in one lane, by priority in order of arrival, and how many are under way in it."""
+    """Requests queued in one lane, by priority and arrival, and the number that are running."""
 
     def __init__(self) -> None:
         self._queues: dict[Priority, OrderedDict[bytes, _Place]] = {
@@ -86,11 +86,11 @@ class _Lane:
             queue.move_to_end(digest, last=False)
 
     def remove(self, place: _Place) -> None:
-        """Take a request out, if it is queued here."""
+        """Remove a request, if it is queued here."""
         self._queues[place.want.priority].pop(place.want.key.digest, None)
 
     def take(self) -> _Place | None:
-        """The next request; None where none is queued."""
+        """Return the next request; None if none is queued."""
         for queue in self._queues.values():
             if queue:
                 return queue.popitem(last=False)[1]
@@ -99,18 +99,18 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Place:
-    """Where a request is: queued in a lane, going (it has a task), or parked.
+    """Where a request is: queued in a lane, going (it has a task), or parked (waits for a claim).
 
     ========  =========  ====================================================================
     state     goes to    when
     ========  =========  ====================================================================
-    (new)     queued     for a look at the disk if it is believed to be there, else a download
-    queued    queued     it is wanted sooner, or nobody waits any more
+    (new)     queued     in the disk lane if the disk is believed to hold it, else to download
+    queued    queued     its priority rises, or drops since no request waits any more
     queued    going      its lane has room
-    going     queued     the disk does not have it: it goes on to the download lane
+    going     queued     the disk does not have it: it moves to the download lane
     going     parked     another process of the node fetches it
-    parked    queued     that claim is gone or too old: it is looked for on the disk
-    going     (ended)    there is a result, which ``drain`` hands out
+    parked    queued     that claim is gone or too old: its disk read is queued
+    going     (ended)    there is a result, which ``drain`` returns
     ========  =========  ====================================================================
     """
 
@@ -121,7 +121,7 @@ class _Place:
 
 
 class Prefetcher:
-    """A queue of wants and a bounded number of fetches."""
+    """A queue of requests and a bounded number of fetches."""
 
     def __init__(
         self,
@@ -152,29 +152,29 @@ class Prefetcher:
     # -- any thread ------------------------------------------------------------------------
 
     def submit(self, wants: Sequence[FetchRequest]) -> None:
-        """Queue some wants; a want that is queued or running already is not doubled.
+        """Queue some requests; one that is queued or running already is not added twice.
 
-        FORGOTTEN puts one that has not begun behind all others. It is still fetched and answered,
-        and a later want brings it forward again.
+        FORGOTTEN puts a request that has not begun behind all others. It is still fetched and has
+        a result, and a later request brings it forward again.
         """
         if not wants:
             return
         try:
             self._loop.call(self._enqueue, list(wants))
-        except RuntimeError:  # stopped, or no thread to be had
+        except RuntimeError:  # stopped, or no thread can be started
             self._done.extend(FetchResult(want, FetchOutcome.UNAVAILABLE) for want in wants)
 
     @property
     def has_news(self) -> bool:
-        """Whether drain or drain_far would return something."""
+        """True if drain or drain_far would return something."""
         return bool(self._done or self._far)
 
     def drain(self) -> list[FetchResult]:
-        """Take what has finished since the last call."""
+        """Return the results since the last call."""
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def drain_far(self) -> list[FetchRequest]:
-        """Take what home was asked for behind replicas since the last call; before drain."""
+        """Return the requests that continued to home since the last call; call it before drain."""
         return [self._far.popleft() for _ in range(len(self._far))]
 
     # -- the loop's thread -----------------------------------------------------------------
@@ -214,9 +214,9 @@ class Prefetcher:
             )
 
     def stop(self) -> None:
-        """Cancel what is under way, and start nothing more; in the loop's thread.
+        """Cancel the running fetches, and start no more; in the loop's thread.
 
-        The store is closed next, and nobody is to ask a closed one.
+        The store is closed next, and no fetch may use a closed one.
         """
         self._has_ended = True
         self._parked.clear()
@@ -232,7 +232,7 @@ class Prefetcher:
             with contained(self._counters, "fetch of %s", want.key.digest.hex()):
                 result = await self._fetch(place)
         except BaseException:
-            self.stop()  # only the end of node or loop ends this task
+            self.stop()  # this task is cancelled only at the end of the node or the loop
             raise
         finally:
             place.task = None
@@ -248,7 +248,7 @@ class Prefetcher:
             self._start_some()
 
     async def _fetch(self, place: _Place) -> FetchResult | None:
-        """What its lane does; None where the request goes on to another."""
+        """Run the request in its lane; return None if it must move on."""
         want = place.want
         try:
             async with within(self._limits.deadline_s) as deadline:
@@ -264,9 +264,9 @@ class Prefetcher:
             return self._denied(want, exc)
 
     def _denied(self, want: FetchRequest, exc: AccessError) -> FetchResult:
-        """A refusal of this key alone says no more than that it is not to be had.
+        """Return the result of a refused fetch; a refusal of this key alone counts as absent.
 
-        To who may not list, S3 denies what is absent. Other keys may be there.
+        S3 denies absent keys to a caller without permission to list. Other keys may be there.
         """
         if not self._counters.get("fetch.denied"):
             log.warning("an entry is denied and counts as a miss (logged once): %s", exc)
@@ -284,10 +284,10 @@ class Prefetcher:
         del self._places[want.key.digest]
 
     def _end_span(self, work: Work, result: FetchResult, *, remote: bool) -> None:
-        """Tell tracing of a fetch.
+        """Report a fetch to tracing.
 
         Args:
-            remote: The bucket was asked.
+            remote: True if the fetch ran in the download lane.
         """
         want, outcome, entry = result.want, result.outcome, result.entry
         went_wrong = outcome in (FetchOutcome.CORRUPT, FetchOutcome.UNAVAILABLE)
@@ -325,7 +325,7 @@ class Prefetcher:
         self._counters.add_all(sums)
 
     def _requeue(self, place: _Place, lane: _Lane) -> None:
-        """Have it go on in that lane, before others of its priority: it has waited already."""
+        """Queue the request in a lane, before others of its priority: it has waited already."""
         place.lane = lane
         lane.add(place, first=True)
 
@@ -342,7 +342,7 @@ class Prefetcher:
             )
 
     def _is_late(self, place: _Place) -> bool:
-        """Whether it was parked for so long that whoever fetches it may hang."""
+        """Return True if it waited so long that the process that fetches it may hang."""
         if place.parked_s is None:
             return False
         patience_s = self._limits.claim_patience_s + self._fetcher.longer_s(place.want)
@@ -359,12 +359,12 @@ class Prefetcher:
             self._watch = None
 
     async def _look_at_parked(self) -> bool:
-        """Queue those whose claim is gone again; True if there were any."""
+        """Queue the waiting requests whose claim is gone or too old; True if there were any."""
         digests = list(itertools.islice(self._parked, _LOOKS))
         try:
             async with asyncio.timeout(self._limits.claim_patience_s):
                 taken = await self._loop.disk(self._taken, digests)
-        except TimeoutError:  # the disk hangs, perhaps: whoever looks for an entry is told
+        except TimeoutError:  # the disk may hang: queue all, so that their disk reads report it
             digests, taken = list(self._parked), set()
         moved = False
         for digest in digests:
@@ -375,11 +375,11 @@ class Prefetcher:
                 self._requeue(place, self._looks)
                 moved = True
             else:
-                self._parked[digest] = place  # behind those that were not looked at yet
+                self._parked[digest] = place  # behind those that were not checked yet
         if moved:
             self._start_some()
         return moved
 
     def _taken(self, digests: Sequence[bytes]) -> set[bytes]:
-        """Those that somebody fetches; blocking."""
+        """Return the digests that a process holds a claim for; blocking."""
         return set(filter(self._sources.tier.claims.is_taken, digests))

@@ -122,7 +122,7 @@ class ItemTracker:
     Only READY is granted, and READY always has an open entry. ABSENT is returned, never stored. An
     item that becomes unknown releases its entry; the bytes stay in the tier. A step holds the
     entries that it loads until every rank has reported it, or until it must have ended: vLLM
-    schedules at most ``role.steps_in_flight`` ahead, one of them for ranks that lag behind.
+    schedules at most ``role.steps_in_flight`` ahead, and one more step allows for lagging ranks.
 
     ``next_step`` submits all requests to the prefetcher, once per step.
 

@@ -2,7 +2,7 @@
 """vLLM's encoder-cache manager (0.32 and newer) with another choice of victims.
 
 ``--ec-manager-config '{"encoder_cache_manager_cls": "s3ec.TieredEncoderCacheManager"}'`` turns one
-on, beside any connector or none. vLLM's own bookkeeping is kept: slots, holders, what was freed.
+on, with any connector or none. vLLM's own bookkeeping is kept: slots, holders, freed entries.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ if not hasattr(vllm_managers.EncoderCacheManager, "create_manager"):
         field="encoder_cache_manager_cls",
     )
 
-# Where nothing was measured, entries are compared by their rows.
+# Without measurements, entries are compared by their rows.
 _UNKNOWN_ROW_S = 1e-4
 
 
 class _Manager(vllm_managers.EncoderCacheManager):  # type: ignore[misc]
-    """What both have in common: how vLLM makes them."""
+    """The part that both managers share: how vLLM creates them."""
 
     @classmethod
     def create_manager(cls, *, cache_size: int, vllm_config: Any) -> Any:
-        """The manager of one scheduler.
+        """Create the manager of one scheduler.
 
         Args:
             cache_size: Rows of embeddings that the device holds.
             vllm_config: vLLM's VllmConfig.
 
         Returns:
-            vLLM's own for encoder-decoder models, which share nothing between requests.
+            The manager; vLLM's own for encoder-decoder models, which share nothing between
+            requests.
 
         Raises:
             ConfigError: ``manager_config`` is not empty.
@@ -65,7 +66,7 @@ class _Manager(vllm_managers.EncoderCacheManager):  # type: ignore[misc]
         return manager
 
     def follow(self, owner: Owner | None) -> None:
-        """Work with this connector of the engine; None where there is none of ours."""
+        """Work with this connector of the engine; None if the engine has none of ours."""
         if owner is not None:
             owner.follow_device(self.cached)
 
@@ -76,11 +77,11 @@ class _Manager(vllm_managers.EncoderCacheManager):  # type: ignore[misc]
         encoder_compute_budget: int,
         num_embeds_to_schedule: int,
     ) -> bool:
-        """As vLLM's; what the request wants next is spared, see ``victims``."""
+        """As vLLM's; spares the items that the request needs next, see ``victims``."""
         features, spared = request.mm_features, set()
         if input_id + 1 < len(features):
             rows = num_embeds_to_schedule + request.get_num_encoder_embeds(input_id)
-            if rows > self.num_free_slots:  # else nothing has to go
+            if rows > self.num_free_slots:  # else nothing must be evicted
                 spared = {feature.identifier for feature in features[input_id + 1 :]}
         self.freeable.spared = spared
         return bool(
@@ -96,7 +97,7 @@ class LRUEncoderCacheManager(_Manager):
     """
 
     def __init__(self, cache_size: int) -> None:
-        """An empty cache of so many rows."""
+        """Start an empty cache of ``cache_size`` rows."""
         super().__init__(cache_size)
         self.freeable = LeastRecent()
 
@@ -114,21 +115,21 @@ class LRUEncoderCacheManager(_Manager):
 
 
 class TieredEncoderCacheManager(_Manager):
-    """Evicts the embedding with the lowest worth: rarely requested, large, and soon back.
+    """Evicts the embedding with the lowest worth: rarely requested, large, and fast to restore.
 
-    The time to get an embedding back comes from the connector: whether this node's disk or the
-    bucket holds it, and how long loads, fetches and encodes have taken. Without the connector every
-    embedding would be encoded again. See ``LeastWorth``.
+    The connector estimates the time to restore an embedding: from whether this node's disk or the
+    bucket holds it, and from how long loads, fetches and encodes took. Without the connector every
+    embedding counts as encoded again. See ``LeastWorth``.
     """
 
     def __init__(self, cache_size: int) -> None:
-        """An empty cache of so many rows."""
+        """Start an empty cache of ``cache_size`` rows."""
         super().__init__(cache_size)
         self._owner: Owner | None = None
         self.freeable = LeastWorth(self._restore_s)
 
     def follow(self, owner: Owner | None) -> None:
-        """As the base's; this connector is asked what bringing an embedding back takes."""
+        """As the base's; this connector estimates the time to restore an embedding."""
         super().follow(owner)
         self._owner = owner
 
@@ -137,7 +138,7 @@ class TieredEncoderCacheManager(_Manager):
         if costs is not None:
             try:
                 return costs.restore_s(identifier, modality, rows)
-            except Exception:  # of ours, in vLLM's scheduler: it would end the engine
+            except Exception:  # our fault in vLLM's scheduler would kill the engine
                 self._owner = None
                 log.exception("the connector is asked no more what embeddings cost")
         return _UNKNOWN_ROW_S * rows

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which vLLM's encoder cache gives up embeddings that no request holds.
+"""The order in which vLLM's encoder cache evicts embeddings that no request holds.
 
-vLLM 0.32's ``EncoderCacheManager`` keeps those in ``freeable``, an ``OrderedDict``: it puts one in
-when its last holder leaves, pops it by name when somebody wants it again, and takes
-``popitem(last=False)`` for a victim. The queues here answer that one call differently. All other
+vLLM 0.32's ``EncoderCacheManager`` keeps those in ``freeable``, an ``OrderedDict``: it adds one
+when its last holder leaves, pops it by name when a request needs it again, and takes
+``popitem(last=False)`` for a victim. The queues here override that one call. All other
 bookkeeping stays vLLM's.
 
 An entry is *held* (not in the queue), *freeable* (in it), or *gone* (it was the victim). An access
-is a hit or an allocation, so it happens only to what is held from then on.
+is a hit or an allocation, so the accessed entry is held from then on.
 
-Room is made for one item of a request, and the request may want others next. Those are *spared*:
-they go only where nothing else is left. vLLM asks for the items of a request one after the other,
-so without that one of them would push out the next, which lies there and would be encoded again.
+Room is made for one item of a request, and the request may need others next. Those are *spared*:
+they are evicted only if nothing else is left. vLLM asks for the items of a request one after the
+other, so otherwise one item could evict the next, which would then be encoded again.
 
-An exception here would end the engine. So an entry that a queue was not told of, which vLLM 0.32
-never has, is kept like any other and goes when nothing else is left.
+An exception here would kill the engine. So an entry that a queue does not know, which vLLM 0.32
+never has, is kept like any other and is evicted when nothing else is left.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 RestoreSeconds = Callable[[str, str, int], float]
-"""Identifier, modality and rows to the seconds until the device would have it again."""
+"""Maps identifier, modality and rows to the seconds until the device would have it again."""
 
-# So many entries are compared for a victim, some 3 us each: more would hold up a scheduler's step.
+# Entries that are compared for a victim, about 3 us each: more would delay the scheduler's step.
 _SAMPLE = 32
 
 
 class LeastRecent(OrderedDict[str, int]):
-    """The victim is what was accessed longest ago, also while requests still held it.
+    """Evicts the entry accessed longest ago; accesses while requests hold an entry count too.
 
-    To find it takes a look at each entry that is held and was accessed before it.
+    The search passes each held entry that was accessed before the victim.
 
     Attributes:
-        spared: What goes only where nothing else is left.
+        spared: Entries that are evicted only if nothing else is left.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class LeastRecent(OrderedDict[str, int]):
         self._by_access: OrderedDict[str, None] = OrderedDict()  # all entries, held or not
 
     def accessed(self, mm_hash: str) -> None:
-        """A request wants what the device has, or the device gets it."""
+        """Note an access: a request hits an entry on the device, or the device allocates it."""
         self._by_access[mm_hash] = None
         self._by_access.move_to_end(mm_hash)
 
     def popitem(self, last: bool = True) -> tuple[str, int]:
-        """The victim and its rows; ``last`` is vLLM's and always False."""
+        """Remove the victim, and return it with its rows; ``last`` is vLLM's and always False."""
         spared, found = self.spared, None
         for mm_hash in self._by_access:
             if mm_hash in self:
@@ -66,19 +66,18 @@ class LeastRecent(OrderedDict[str, int]):
         return found, self.pop(found)
 
     def clear(self) -> None:
-        """All entries are gone, those that are held too."""
+        """Drop all entries, held ones too."""
         super().clear()
         self._by_access.clear()
 
 
 class Frequencies:
-    """How often each name was asked for lately, up to 15 times; bounded by what it counts.
+    """Counts the recent accesses of each name, up to 15; bounded by the names of two periods.
 
     The counters of TinyLFU (Einziger, Friedman and Manes, 2017) are halved every so many accesses.
-    Here a name's counter is halved when it is first asked for in a new period, and is dropped
-    when it was not asked for in a whole one. So no access pays for all names, and the names of two
-    periods are all that is kept. They are exact: there are too few of them to need a sketch of
-    hashes.
+    Here a name's counter is halved at its first access in a new period, and dropped if a whole
+    period had none. So no access pays for all names, and only the names of two periods are kept.
+    The counters are exact: there are too few of them to need a sketch of hashes.
     """
 
     MOST = 15
@@ -88,7 +87,7 @@ class Frequencies:
         self._old: dict[str, int] = {}
 
     def add(self, name: str) -> None:
-        """One more access."""
+        """Count one more access."""
         count = self._new.get(name)
         if count is None:
             count = self._old.get(name, 0) >> 1
@@ -97,12 +96,12 @@ class Frequencies:
         self._new[name] = count
 
     def of(self, name: str) -> int:
-        """The counter; at least 1, as for a name that was asked for once."""
+        """Return the counter; at least 1, as for a name with one access."""
         count = self._new.get(name)
         return (count if count is not None else self._old.get(name, 0) >> 1) or 1
 
     def begin_period(self) -> None:
-        """All counters are halved, and what was not asked for in the last period is dropped."""
+        """Halve all counters, and drop names without access in the last period."""
         self._old, self._new = self._new, {}
 
     def __len__(self) -> int:
@@ -110,23 +109,23 @@ class Frequencies:
 
 
 class Window:
-    """How much of the cache is kept because it is new, whatever it is worth.
+    """Decides how much of the cache is kept because it is new, whatever its worth.
 
-    A page is often asked for again within a minute, and never after that; another one every hour.
-    Which is more common differs from fleet to fleet, and from hour to hour. So the window grows and
-    shrinks: by a sixteenth of the cache, on in the direction in which misses got cheaper, and back
-    where they got dearer. That is the hill climbing of Einziger, Eytan, Friedman and Manes
-    (*Adaptive Software Cache Management*, 2018), with the cost of misses for their number.
+    One page is requested again within a minute, and never after that; another one every hour.
+    Which is more common differs from fleet to fleet, and from hour to hour. So the window grows or
+    shrinks by a sixteenth of the cache: in the same direction as before if misses got cheaper, else
+    back. That is the hill climbing of Einziger, Eytan, Friedman and Manes (*Adaptive Software Cache
+    Management*, 2018), with the cost of misses in place of their number.
 
-    It is counted in accesses. An entry is new until so many others came, as this share of all.
+    The window is counted in accesses: an entry is new for the next ``share`` x entries accesses.
 
     Attributes:
-        share: Of the entries, 0 to 1.
+        share: Share of the entries, 0 to 1.
     """
 
     START, LEAST, MOST = 0.1, 0.02, 0.9
     _STEP = 0.0625
-    # Less of a change says nothing: a scan costs the same whatever the window is.
+    # A smaller change means nothing: a scan costs the same whatever the window is.
     _LEAST_CHANGE = 0.01
 
     def __init__(self) -> None:
@@ -138,13 +137,13 @@ class Window:
         """Take the next step, unless nothing has changed.
 
         Args:
-            cost_s: What misses have cost since the last step, for each access.
+            cost_s: Cost of the misses since the last step, per access.
         """
         change_s, before_s = cost_s - self._before_s, self._before_s
         if abs(change_s) <= self._LEAST_CHANGE * before_s:
             return
         self._before_s = cost_s
-        if math.isnan(before_s):  # the first one has nothing to be compared with
+        if math.isnan(before_s):  # the first cost has nothing to compare with
             return
         if change_s > 0:
             self._step = -self._step
@@ -153,10 +152,10 @@ class Window:
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of an embedding on the device.
+    """An embedding on the device.
 
     Attributes:
-        number: Of its last access.
+        number: Number of its last access.
     """
 
     modality: str
@@ -167,30 +166,30 @@ class _Entry:
 class LeastWorth(OrderedDict[str, int]):
     """Evicts the entry with the lowest frequency x cost / size (GreedyDual-Size-Frequency).
 
-    An entry is worth its frequency times the seconds until the device would have it again, per row.
-    So what this node's disk gives back in a millisecond goes before what must come from the bucket,
-    and that before what must be encoded; of two that are worth the same the one that was accessed
-    longer ago. What is new is kept for a while, see ``Window``. vLLM must hold what it computes
-    with, so nothing is refused: one scan of the corpus passes through the window and leaves what
-    is asked for again and again. (A cost in the choice: GreedyDual-Size, Cao and Irani, 1997.)
+    The worth of an entry is its frequency times the seconds to restore it, per row. So an entry
+    that this node's disk restores in a millisecond goes before one that must come from the bucket,
+    and that one before one that must be encoded. Of two with the same worth, the one accessed
+    longer ago goes. A new entry is kept for a while, see ``Window``. vLLM must hold what it
+    computes with, so no entry is refused: one scan of the corpus passes through the window and
+    leaves the often requested entries. (Costs come from GreedyDual-Size, Cao and Irani, 1997.)
 
-    Entries are compared when a victim is needed, by what each of them would cost then: that changes
-    with time, since the disk evicts and uploads end. Where there are many, a sample is compared.
+    Entries are compared when a victim is needed, by their cost at that time: it changes, since the
+    disk evicts and uploads end. If there are many, a sample is compared.
 
     Attributes:
-        spared: What goes only where nothing else is left.
-        frequencies: Of what the device holds, and of what it held lately.
+        spared: Entries that are evicted only if nothing else is left.
+        frequencies: Accesses of the entries on the device, and of recently evicted ones.
     """
 
-    # Of the entries: what the frequencies remember, and how soon the window takes a step.
+    # Accesses per entry: the length of a period of frequencies, and of a step of the window.
     _PERIOD_PER_ENTRY, _STEP_PER_ENTRY = 40, 6
     _LEAST_PERIOD, _LONGEST_PERIOD, _LEAST_STEP = 1024, 32_768, 64
 
     def __init__(self, restore_s: RestoreSeconds) -> None:
-        """An empty cache.
+        """Start an empty cache.
 
         Args:
-            restore_s: Asked for each entry that may go; memory only.
+            restore_s: Called for each candidate and each allocated entry; memory only.
         """
         super().__init__()
         self.spared: Collection[str] = ()
@@ -202,16 +201,16 @@ class LeastWorth(OrderedDict[str, int]):
         self._period_ends = self._LEAST_PERIOD
         self._window = Window()
         self._step_began, self._step_ends = 0, self._LEAST_STEP
-        self._lost_s = 0.0  # since then
+        self._lost_s = 0.0  # cost of the misses since then
 
     def hit(self, mm_hash: str) -> None:
-        """A request that did not hold it before wants what the device has."""
+        """Note a hit of a request that did not hold the entry before."""
         entry = self._entries.get(mm_hash)
         if entry is not None:
             self._accessed(mm_hash, entry)
 
     def allocated(self, mm_hash: str, modality: str, rows: int) -> None:
-        """The device gets it: it is loaded or encoded."""
+        """Note that the device allocates the entry, to load or encode it."""
         self._lost_s += self._restore_s(mm_hash, modality, rows)
         entry = self._entries.setdefault(mm_hash, _Entry(modality, rows))
         self._accessed(mm_hash, entry)
@@ -223,7 +222,7 @@ class LeastWorth(OrderedDict[str, int]):
             self._take_step(number)
 
     def _take_step(self, number: int) -> None:
-        """Once in a while: another window, another period."""
+        """Adapt the window, and begin a new period if the old one is over."""
         self._window.climb(self._lost_s / (number - self._step_began))
         self._lost_s = 0.0
         count = len(self._entries)
@@ -235,7 +234,7 @@ class LeastWorth(OrderedDict[str, int]):
             self._period_ends = number + min(period, self._LONGEST_PERIOD)
 
     def popitem(self, last: bool = True) -> tuple[str, int]:
-        """The victim and its rows; ``last`` is vLLM's and always False."""
+        """Remove the victim, and return it with its rows; ``last`` is vLLM's and always False."""
         spared = self.spared
         names = [name for name in self if name not in spared] if spared else []
         names = names or list(self)
@@ -254,12 +253,12 @@ class LeastWorth(OrderedDict[str, int]):
         return victim, self.pop(victim)
 
     def _worth(self, mm_hash: str, entry: _Entry) -> float:
-        """What a row of it is worth now."""
+        """Return the current worth of a row of the entry."""
         rows = entry.rows or 1
         row_s = self._restore_s(mm_hash, entry.modality, rows) / rows
         return self.frequencies.of(mm_hash) * row_s
 
     def clear(self) -> None:
-        """All entries are gone, those that are held too. How often each was asked for stays."""
+        """Drop all entries, held ones too. The frequencies stay."""
         super().clear()
         self._entries.clear()

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeping the folder below its budget: when to evict, who does it, and how the total is kept.
+"""Keeps the folder below its budget: when to evict, which process does it, and the running total.
 
-The running total is one small file that every process of the node adds to. It is no truth: a
+The running total is one small file that every process of the node adds to. It may be wrong: a
 process killed between publishing and adding makes it too low, a deleted entry makes it too high,
-and each walk over the folder puts it right. It is not synced to the device either: after a power
-cut it may be an old one until the next walk.
+and each walk over the folder corrects it. It is not synced to the device either: after a power
+cut it may be outdated until the next walk.
 
 A little ahead of the limits (the budget, the free-space floor) a thread evicts in the background,
-one per node at a time. A publish that would break a limit does a round itself, or waits a second
-for the one that is under way. Entries go in the order of their use. Who has one open can go on
-reading it.
+one per node at a time. A publish that would break a limit runs a pass itself, or waits a second
+for the running one. The least recently used entries go first. A process that has one open can
+still read it.
 """
 
 from __future__ import annotations
@@ -35,52 +35,52 @@ from s3ec.tier.files import (
 )
 from s3ec.tier.scan import ScannedEntry, Sum, TierScan, no_pause, scan_tier
 
-# Sorted apart and merged as far as needed: one sort of all would keep the interpreter.
+# Entries are sorted in chunks and merged as needed: one sort of all would hold the GIL for long.
 _CHUNK = 1024
 _REMOVALS_PER_PAUSE = 64
-# So far may clocks differ.
+# Clocks may differ by this much.
 _SKEW_NS = 300 * 10**9
 _BEFORE_ALL_NS = 1 << 65
 
-# Eviction goes on down to this share of the budget, so that it is not needed at every publish.
+# Eviction continues down to this share of the budget, so that it is not needed at every publish.
 LOW_WATER = 0.9
 # The background evicts when less than this share of the budget is left.
 AHEAD = 0.05
-# Of the budget: evicted beyond what a short disk asks for, and published at most while nobody
-# has counted what lies here.
+# Share of the budget: evicted beyond what a full disk needs, and published at most while the
+# folder is not counted.
 _SLACK = 1 / 64
-# A publish waits so long for whoever is evicting. A disk thread that waits for longer would be
-# taken for a disk that hangs, and a walk over a million entries takes half a minute.
+# A publish waits at most this long for the process that evicts. A longer wait of a disk thread
+# would look like a disk that hangs, and a walk over a million entries takes half a minute.
 TURN_WAIT_S = 1.0
-# After a wait in vain (a stopped process, a long walk), or an eviction that gave the disk no room
-# (others have open what went, or fill the disk), for so long no publish waits, and nothing is
-# evicted for the disk's sake.
+# After a wait that timed out (a stopped process, a long walk), or an eviction that gave the disk no
+# room (evicted files are still open, or others fill the disk), no publish waits for this long, and
+# nothing is evicted for the disk's sake.
 TURN_REST_S = 5.0
-# A background round that could free nothing is not repeated at once, but after this time at the
-# earliest, and after this many times as long as it took.
+# A background pass that freed nothing is not repeated before this time, nor before this many times
+# its own duration.
 REST_S = 1.0
 _REST_SHARE = 10
 _LOCK_POLL_S = 0.01
 
-# And the same with all bits inverted, which no torn or lost write leaves.
+# The total, and the same with all bits inverted: no torn or lost write leaves such a pair.
 _TOTAL = struct.Struct("<QQ")
 _ALL_BITS = 2**64 - 1
 _TOTAL_POLL_S = 0.0005
-# Its lock is held for two system calls. Whoever holds it for longer was stopped in between.
+# Its lock is held for two system calls. A process that holds it for longer was stopped meanwhile.
 TOTAL_LOCK_TIMEOUT_S = 2.0
 
 
 class NoRoomError(TierError):
-    """Raised for a publish that would break a limit, where nothing may be evicted for it."""
+    """A publish would break a limit, and nothing may be evicted for it."""
 
 
 def oldest_first(
     entries: Sequence[ScannedEntry], *, now_s: float, pause: Callable[[], None] = no_pause
 ) -> Iterator[ScannedEntry]:
-    """Entries by time of use; first those whose time is ahead, which would never be the oldest.
+    """Yield entries by time of use; first those with a future time, which would never be oldest.
 
-    A clock that has been set back since noted them. That may be wrong once: they come back, or are
-    read before, with a time that is right.
+    Such a time comes from a clock that was set back later. Evicting them may be wrong once: they
+    return, or are read before, with a correct time.
     """
     latest_ns = int(now_s * 1e9) + _SKEW_NS
 
@@ -104,12 +104,13 @@ def evict(
     remove: bool = True,
     pause: Callable[[], None] = no_pause,
 ) -> Sum:
-    """Remove entries in the order given until ``goal_bytes`` are gone; what went.
+    """Remove entries in the given order until the goals are reached; return the sum of the removed.
 
     Args:
-        entries: Without what is spooled, since removing that frees nothing now.
-        goal_entries: And until so many are.
-        objects: ``Folders.objects``; folders below it that lost their last entry go too.
+        entries: Entries that are not spooled, since removing those frees nothing now.
+        goal_bytes: Bytes to remove at least.
+        objects: ``Folders.objects``; folders below it that lost their last entry are removed too.
+        goal_entries: Entries to remove at least.
         remove: False only counts.
     """
     gone = Sum()
@@ -119,7 +120,7 @@ def evict(
         with suppress(OSError):
             found = os.lstat(entry.path)
             if (found.st_mtime_ns, found.st_ino) != (entry.mtime_ns, entry.inode):
-                continue  # used, or written anew, since the walk
+                continue  # used, or written again, since the walk
             if remove:
                 os.unlink(entry.path)
                 _remove_empty(entry.path, str(objects))
@@ -130,9 +131,9 @@ def evict(
 
 
 def _remove_empty(path: str, above: str) -> None:
-    """Remove folders that lost their last file; publishing makes them again.
+    """Remove folders that lost their last file; publishing creates them again.
 
-    Otherwise those of adapters and models long gone would pile up.
+    Otherwise the folders of old adapters and models would pile up.
     """
     folder = os.path.dirname(path)
     with suppress(OSError):
@@ -144,41 +145,41 @@ def _remove_empty(path: str, above: str) -> None:
 class RunningTotal:
     """Reads and changes the file under its lock: about six system calls each, no sync.
 
-    The file is opened each time, so nothing of it survives in a forked child, and one that was
-    deleted is not written to for long. All methods raise OSError where the file system refuses
-    or where another process was stopped while it held the lock.
+    The file is opened each time, so a forked child inherits nothing of it, and a deleted file is
+    not written to for long. All methods raise OSError if the file system refuses, or if another
+    process was stopped while it held the lock.
     """
 
     def __init__(self, folders: Folders) -> None:
-        """Nothing is touched."""
+        """Touch nothing yet."""
         self._folders = folders
 
     def begin(self) -> None:
-        """The folder was just made and holds nothing, unless somebody was faster to publish."""
+        """Start at 0 in a new folder, unless another process has published there already."""
         self._update(lambda now: now or 0)
 
     def read(self) -> int | None:
-        """Bytes that the budget is about; None where nobody has counted, or the file is damaged."""
+        """Return the bytes that the budget bounds; None if not counted yet, or damaged."""
         with self._locked() as fd:
             return self._read(fd)
 
     def add(self, nbytes: int, *, unknown_bytes: int) -> int:
-        """Note what was published; answers the new total.
+        """Add published bytes; return the new total.
 
         Args:
-            unknown_bytes: What to begin with where there is no total.
+            unknown_bytes: Start value if there is no total.
         """
         return self._update(lambda now: (unknown_bytes if now is None else now) + nbytes)
 
     def recount(self, before_bytes: int, counted_bytes: int) -> None:
-        """Take over what a walk found, and add what the total grew by meanwhile.
+        """Take over the count of a walk, and add the growth of the total since it began.
 
-        What any process published during the walk may be counted twice until the next one, but
-        never not at all.
+        Bytes that a process published during the walk may be counted twice until the next walk,
+        but are never missing.
 
         Args:
             before_bytes: The total before the walk.
-            counted_bytes: What the walk found, less what was removed after it.
+            counted_bytes: Bytes that the walk found, minus those removed after it.
         """
         self._update(lambda now: counted_bytes + max(0, (now or before_bytes) - before_bytes))
 
@@ -190,7 +191,7 @@ class RunningTotal:
                 blob = _TOTAL.pack(after, after ^ _ALL_BITS)
                 if os.pwrite(fd, blob, 0) != _TOTAL.size:
                     raise OSError(errno.EIO, "the file system wrote a part", self._folders.usage)
-                if before is None:  # of whatever length
+                if before is None:  # the file may have any length
                     os.ftruncate(fd, _TOTAL.size)
             return after
 
@@ -214,13 +215,13 @@ class RunningTotal:
 
 @contextmanager
 def evict_lock(folders: Folders, *, wait_s: float = 0.0) -> Iterator[bool]:
-    """Be the one process of the node that evicts, while the block runs.
+    """Hold the node's eviction lock while the block runs: one process at a time evicts.
 
     Args:
-        wait_s: How long to wait for whoever it is now; a round takes seconds at most.
+        wait_s: How long to wait for the lock's holder; a pass takes seconds at most.
 
     Yields:
-        False where somebody else still is.
+        True with the lock; False if another holder still has it.
 
     Raises:
         OSError, TierError: The file system refused.
@@ -231,24 +232,24 @@ def evict_lock(folders: Folders, *, wait_s: float = 0.0) -> Iterator[bool]:
 
 
 class Evictor:
-    """Decides when there is too much, and removes it. Thread-safe.
+    """Decides when the folder is too large, and evicts. Thread-safe.
 
-    States: new, open (by ``open``), and closed for good (by ``close``). While it is
-    not open every publish is refused. Then a publish finds the folder in one of these states:
+    States: new, open (by ``open``), and closed for good (by ``close``). Every publish is refused
+    unless it is open. Then a publish finds the folder in one of these states:
 
-    * There is room. The publish goes on.
-    * A limit is near, or nobody has counted yet. The publish goes on, and a round in the background
-      evicts down to LOW_WATER of the budget.
-    * A limit would be broken. The publish does a round itself, or waits for the one that is under
-      way. If the wait was in vain, or there is still no room on the disk, the publish fails; then
-      nothing more is evicted for the disk's sake for a while.
+    * There is room. The publish continues.
+    * A limit is near, or the folder is not counted yet. The publish continues, and a background
+      pass evicts down to LOW_WATER of the budget.
+    * A limit would be broken. The publish runs a pass itself, or waits for the running one. If the
+      wait times out, or the disk still has no room, the publish fails; then nothing more is
+      evicted for the disk's sake for a while.
 
-    A round sweeps, walks the folder, evicts, and puts the running total right. The node has one at
-    a time, by a lock. After a round in the background that freed nothing, the next one waits.
+    A pass sweeps temp files, walks the folder, evicts, and corrects the running total. A lock
+    allows one at a time per node. After a background pass that freed nothing, the next one waits.
 
     Attributes:
-        close_evicted: Called after each round that evicted, by whoever did: closes what is evicted
-            and open here, since a file is on the disk until it is closed. Blocking.
+        close_evicted: Called after each pass of this process that evicted: closes evicted files
+            that are open here, since a file takes disk space until it is closed. Blocking.
     """
 
     def __init__(
@@ -262,12 +263,13 @@ class Evictor:
         min_free_bytes: int,
         evicts: bool = True,
     ) -> None:
-        """Nothing is touched, no thread started.
+        """Touch nothing and start no thread yet.
 
         Args:
             clock: Seconds since the epoch; may jump, either way.
-            evicts: False for who must remove nothing. Its publishes fail where the others of the
-                node would begin to evict: a little below the limits. It still counts and sweeps.
+            evicts: False for a process that must not evict. Its publishes fail where the node's
+                other processes begin to evict: a little below the limits. It still counts and
+                sweeps.
         """
         self._evicts = evicts
         self._folders = folders
@@ -278,9 +280,9 @@ class Evictor:
         self._low_bytes = int(budget_bytes * LOW_WATER)
         self._ahead_bytes = int(budget_bytes * AHEAD)
         self._slack_bytes = int(budget_bytes * _SLACK)
-        # Believed of a folder that nobody has counted: nearly full, so the background counts soon.
+        # Assumed for a folder that is not counted: nearly full, so the background counts soon.
         self._unknown_bytes = budget_bytes - self._slack_bytes
-        # Nobody's floor of 0 asks for space to be kept free.
+        # A floor of 0 keeps no space free.
         self._ahead_of_floor_bytes = min(self._ahead_bytes, min_free_bytes) // 4
         self._limit_bytes = budget_bytes - (0 if evicts else self._ahead_bytes)
         self._floor_bytes = min_free_bytes + (0 if evicts else self._ahead_of_floor_bytes)
@@ -292,15 +294,15 @@ class Evictor:
         self._rests_until_s = -math.inf  # monotonic, see TURN_REST_S
 
     def open(self, *, fresh: bool) -> None:
-        """Sweep what dead processes left; no walk over the entries.
+        """Sweep the temp files of dead processes; does not walk the entries.
 
         Args:
-            fresh: The folder was made just now, so there is nothing to count.
+            fresh: True if the folder was just created, so there is nothing to count.
 
         Raises:
             OSError: The file system refused.
         """
-        # Made now, because a full disk, which needs it most, has no room for it.
+        # Created now, because a full disk, which needs it most, has no room for it.
         os.close(self._folders.open_own(self._folders.evict_lock))
         if fresh:
             self._total.begin()
@@ -308,12 +310,12 @@ class Evictor:
         self._is_open = True
 
     def room_bytes(self) -> int:
-        """How much may be published before a limit is reached; 0 or less: nothing.
+        """Return the bytes that may be published before a limit is reached; 0 or less: none.
 
-        Walks the folder where nobody has counted yet.
+        Walks the folder if it is not counted yet.
 
         Raises:
-            TierError: Another process counts or evicts, and does not come to an end.
+            TierError: Another process counts or evicts, and does not end in time.
             OSError: The file system refused.
         """
         if self._total.read() is None:
@@ -324,17 +326,17 @@ class Evictor:
         return min(left_bytes, self._free_bytes() - self._floor_bytes)
 
     def close(self) -> None:
-        """End the thread; there is no room from now on."""
+        """End the thread, and refuse every publish from now on."""
         self._is_open = False
         self._background.stop()
 
     def need_room(self, nbytes: int) -> None:
-        """Make sure of room before a publish; a few system calls where there is.
+        """Ensure room before a publish; a few system calls if there is room.
 
         Raises:
-            TierError: Not open, or there will be no room. A budget full of spooled entries is
-                no reason: they stay on the disk whether they are entries or not. NoRoomError
-                where room is only to be had by an eviction, and this one does not evict.
+            TierError: Not open, or there is no room. A budget full of spooled entries is no
+                reason: they stay on the disk whether they are entries or not. NoRoomError if
+                only an eviction can make room, and this process does not evict.
             OSError: The file system refused.
         """
         if not self._is_open:
@@ -352,7 +354,7 @@ class Evictor:
             with self._turn() as alone:
                 if not alone:
                     raise TierError("there is no room, and another eviction is still under way")
-                # Whoever evicted meanwhile may have made room enough.
+                # Another process may have evicted enough meanwhile.
                 if not self._has_room(nbytes):
                     self._round(nbytes)
         if self._short_bytes(nbytes) > 0:
@@ -362,14 +364,14 @@ class Evictor:
             )
 
     def note_in_vain(self) -> None:
-        """The disk is still full after ``make_room``, or the turn did not come."""
+        """Rest for TURN_REST_S: the disk is still full after an eviction, or a wait timed out."""
         self._rests_until_s = time.monotonic() + TURN_REST_S
 
     def _rests(self) -> bool:
         return time.monotonic() < self._rests_until_s
 
     def account(self, nbytes: int) -> None:
-        """Count what was published; a few system calls. Never raises: the bytes are there."""
+        """Count published bytes; a few system calls. Never raises: the bytes are on the disk."""
         try:
             total_bytes = self._total.add(nbytes, unknown_bytes=self._unknown_bytes)
         except (OSError, TierError) as exc:
@@ -380,17 +382,17 @@ class Evictor:
             self._background.wake()
 
     def make_room(self, incoming_bytes: int, *, full: bool = False, wait: bool = False) -> int:
-        """One round: sweep temp files of the dead, count, and evict where it is needed.
+        """Run one pass: sweep temp files of dead processes, count, and evict if needed.
 
         Args:
-            incoming_bytes: What is about to be written.
-            full: The disk says it is full, whatever the figures say: they show neither quotas nor
-                a lack of inodes. Then so much goes as where the budget is used up, unless somebody
-                has evicted while this one waited for its turn.
-            wait: Whether to wait for a round that is under way, as a publish does.
+            incoming_bytes: Bytes that are about to be written.
+            full: True if a write failed for lack of space, whatever the numbers say: they show
+                neither quotas nor a lack of inodes. Then as much is evicted as for a used-up
+                budget, unless another process has evicted while this one waited for the lock.
+            wait: True to wait for a running pass, as a publish does.
 
         Returns:
-            Bytes removed; 0 where another round is under way, or the last one was in vain.
+            Bytes removed; 0 if another pass is running, or if ``full`` and the last one failed.
 
         Raises:
             OSError: The file system refused.
@@ -406,21 +408,21 @@ class Evictor:
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
-        """As evict_lock, for a publish: it waits, but not twice for who lets it wait in vain."""
+        """Take evict_lock for a publish: wait for it, but not again soon after a timeout."""
         with evict_lock(self._folders, wait_s=0.0 if self._rests() else TURN_WAIT_S) as alone:
             if not alone and not self._rests():
                 self.note_in_vain()
             yield alone
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether a publish breaks no limit; wakes the background near the floor."""
+        """Return True if a publish breaks no limit; wake the background near the floor."""
         total_bytes, free = self.used_bytes(), self._free_bytes()
         if free - nbytes < self._min_free_bytes + self._ahead_of_floor_bytes:
             self._background.wake()
         return total_bytes + nbytes <= self._limit_bytes and free - nbytes >= self._floor_bytes
 
     def _work_ahead(self, pause: Callable[[], None]) -> float:
-        """One round in the background; answers how long to rest after it."""
+        """Run one background pass; return the seconds to rest after it."""
         started_s = time.monotonic()
         try:
             with evict_lock(self._folders) as alone:
@@ -441,7 +443,7 @@ class Evictor:
         ahead: bool = False,
         pause: Callable[[], None] = no_pause,
     ) -> int:
-        """With the lock held; answers the bytes freed."""
+        """Run one pass with the lock held; return the bytes freed."""
         before_bytes = self.used_bytes()
         sweep_temps(self._folders.incoming)
         scan = scan_tier(self._folders, pause)
@@ -450,7 +452,7 @@ class Evictor:
             goal_bytes = self._excess_bytes(scan, incoming_bytes, ahead=ahead)
             short_bytes = 0 if self._rests() else self._short_bytes(incoming_bytes, ahead=ahead)
         if short_bytes > 0:
-            # Somebody else fills the disk. A little more than needed, or every publish would walk
+            # Others fill the disk. Evict a little more than needed, or every publish would walk
             # the folder again.
             goal_bytes = max(goal_bytes, short_bytes + self._slack_bytes)
         if self._evicts and full:
@@ -459,7 +461,7 @@ class Evictor:
             goal_entries = int(len(scan.entries) * share)
         gone = Sum()
         if goal_bytes > 0:
-            # Spooled entries are passed over: it would free nothing now.
+            # Spooled entries are skipped: evicting them would free nothing now.
             free = [entry for entry in scan.entries if entry.inode not in scan.kept]
             gone = evict(
                 oldest_first(free, now_s=self._clock(), pause=pause),
@@ -478,7 +480,7 @@ class Evictor:
         return gone.nbytes
 
     def used_bytes(self) -> int:
-        """What the byte budget is about, as far as all processes of the node have counted.
+        """Return the bytes that the budget bounds, as counted by all processes of the node.
 
         Raises:
             OSError: The file system refused.
@@ -489,17 +491,17 @@ class Evictor:
     def _free_bytes(self) -> int:
         try:
             return free_bytes(self._folders.version)
-        except FileNotFoundError:  # somebody emptied the cache under us
+        except FileNotFoundError:  # the cache folder was emptied meanwhile
             self._folders.make()
             return free_bytes(self._folders.version)
 
     def _excess_bytes(self, scan: TierScan, incoming_bytes: int, *, ahead: bool) -> int:
-        """How many bytes have to go for the budget; 0 or less: none."""
+        """Return how many bytes must be evicted for the budget; 0 or less: none."""
         limit = self._budget_bytes - (self._ahead_bytes if ahead else 0)
         wanted = scan.total_bytes + incoming_bytes
         return wanted - self._low_bytes if wanted > limit else 0
 
     def _short_bytes(self, incoming_bytes: int, *, ahead: bool = False) -> int:
-        """How many bytes the disk lacks; 0 or less: none."""
+        """Return how many bytes the disk is short of; 0 or less: none."""
         floor = self._min_free_bytes + (self._ahead_of_floor_bytes if ahead else 0)
         return floor + incoming_bytes - self._free_bytes()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Residents: the entries that a request may be granted at once, since each is held open.
 
-What is not resident is looked for on the disk, verified, and granted a scheduling pass later. After
-the start of a process residents come from a walk over the folder, the most recently used first.
-Then each entry that this process looks at or downloads becomes one.
+An entry that is not resident is read from the disk, verified, and granted a scheduling pass later.
+After the start of a process, residents come from a walk over the folder, the most recently used
+first. Then each entry that this process opens or downloads becomes one.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ MOST_RESIDENTS = 65_536
 FEW_RESIDENTS = 1024
 """With fewer, the log says so."""
 VERIFIED_FOR_S = 3600.0
-"""Values that were compared with their checksum are believed for so long. Each load compares them
-again. Should they rot meanwhile, the load that finds it gets the bucket's copy."""
-# A turn is due so often, and never takes more than this share of a thread.
+"""How long a verified checksum is trusted. Each load verifies again. If the bytes rot meanwhile,
+the load that detects it gets the bucket's copy."""
+# The pause between two passes, at least; a pass takes at most one part in this many of a thread.
 _TURN_S = 1.0
 _SHARE = 50
-# So long it opens what the walk has found before it looks for what was evicted.
+# A pass opens entries of the walk for this long before it checks for evicted ones.
 _FILL_S = 1.0
-# Hashing what nobody has asked for yet takes at most a quarter of a thread.
+# Hashing entries that were not requested yet takes at most a quarter of a thread.
 _HASH_SHARE = 4
 _LONGEST_PAUSE_S = 0.25
 _STOP_TIMEOUT_S = 1.0
 
 
 def allowed_residents() -> int:
-    """How many descriptors residents may take: half of what this process may open.
+    """Return how many descriptors residents may take: half of what this process may open.
 
     Raises the soft limit to the hard one.
     """
@@ -64,16 +64,16 @@ class Residents:
     ========  ========  ====================================================================
     state     goes to   when
     ========  ========  ====================================================================
-    (none)    resident  it was looked at or downloaded, or the walk after the start found it
+    (none)    resident  it was opened or downloaded, or the walk after the start found it
     resident  (none)    its file has no name any more, or the table is full and others were
-                        asked for later, or it was found bad
+                        used later, or it was found bad
     ========  ========  ====================================================================
 
     Attributes:
-        modalities: Of all that have been here. For reading.
+        modalities: Modalities of all entries that have been resident. Read-only.
 
-    A thread of its own closes files, since that may have to wait for the disk: it takes over each
-    reference that a hook lets go of.
+    A thread of its own closes files, since that may wait for the disk: it takes over each reference
+    that a hook releases.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Residents:
         most: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is open yet, no thread started.
+        """Open nothing and start no thread yet.
 
         Args:
-            entries: Of the namespace.
-            may_grant: Whether an entry may be granted at once, as things stand. Memory only.
+            entries: Entries of the namespace.
+            may_grant: True if an entry may be granted at once, at this moment. Memory only.
             most: See ``allowed_residents``.
             clock: Monotonic seconds.
         """
@@ -106,7 +106,7 @@ class Residents:
     # -- any thread, memory only ---------------------------------------------------------------
 
     def get(self, digest: bytes, now: float) -> OpenEntry | None:
-        """The entry, where it was verified lately and may be granted.
+        """Return the entry if it was verified recently and may be granted.
 
         Args:
             digest: ``Key.digest``.
@@ -121,18 +121,18 @@ class Residents:
         return entry
 
     def discard(self, digest: bytes) -> None:
-        """The file was found bad."""
+        """Drop an entry whose file was found bad."""
         self.release(filter(None, [self._open.pop(digest, None)]))
 
     def release(self, entries: Iterable[OpenEntry]) -> None:
-        """Let go of these in the thread of this object, which closes what nobody else refers to."""
+        """Release these in this object's thread, which closes files without other references."""
         if not self._is_closed:  # else no thread would take them
             self._released.extend(entries)
 
     # -- any thread --------------------------------------------------------------------------
 
     def add(self, digest: bytes, entry: OpenEntry) -> None:
-        """An entry that was just opened and verified."""
+        """Add an entry that was just opened and verified."""
         if self._is_closed or not self._most:
             return
         entry.used_s = entry.verified_s
@@ -140,7 +140,7 @@ class Residents:
         self._thread.wake()
 
     def start(self) -> None:
-        """Open what is here, the most recently used first, in the thread; once."""
+        """Open the entries on the disk, the most recently used first, in the thread; once."""
         if self._filling is None:
             if self._most < FEW_RESIDENTS:
                 _log.warning(
@@ -152,15 +152,15 @@ class Residents:
             self._thread.wake()
 
     def close_evicted(self) -> None:
-        """Have the disk free what was evicted and is only open here; blocking."""
+        """Close evicted entries, so that the disk frees those open only here; blocking."""
         self._sweep(lambda: None)
         self._released.clear()
 
     def close(self) -> None:
-        """Let go of all; for good."""
+        """Release all entries; for good."""
         self._is_closed = True
         self._thread.stop(_STOP_TIMEOUT_S)
-        self._filling = iter(())  # one that was stopped has an entry in its frame
+        self._filling = iter(())  # a stopped iterator has an entry in its frame
         self._open.clear()
         self._released.clear()
 
@@ -171,7 +171,7 @@ class Residents:
 
     def _turn(self, pause: Callable[[], None]) -> float:
         began_s = self._clock()
-        self._thread.wake()  # for the next turn
+        self._thread.wake()  # for the next pass
         self._released.clear()
         is_filling = False
         for _ in self._filling or ():
@@ -185,7 +185,7 @@ class Residents:
         return 0.0 if is_filling else rest_s
 
     def _fill(self) -> Iterator[None]:
-        """Open and verify what the folder holds, at most so fast that other threads can work."""
+        """Open and verify the folder's entries, slowly enough for other threads to work."""
         used = ((mtime_ns, name) for name, mtime_ns in self._entries.uses())
         for _, name in heapq.nlargest(self._most, used):
             digest = digest_of_name(name)
@@ -200,8 +200,8 @@ class Residents:
             yield
 
     def _sweep(self, pause: Callable[[], None]) -> None:
-        """Let go of what was evicted, and of what the table has no room for."""
-        # A copy of the table is made at once; a list of its items is not, see gc.
+        """Drop evicted entries, and those that exceed the table."""
+        # A dict's copy is atomic; a list of its items is not, see gc.
         for number, (digest, entry) in enumerate(self._open.copy().items()):
             if entry.is_evicted:
                 self._drop(digest, entry)
@@ -209,7 +209,7 @@ class Residents:
                 pause()
         excess = len(self._open) - self._most
         if excess > 0:
-            # Some more, or the next one that comes would have all looked at again.
+            # Drop some more, or the next new entry would need a check of all again.
             many = excess + self._most // 16
             items = self._open.copy().items()
             for digest, entry in heapq.nsmallest(many, items, key=lambda item: item[1].used_s):
