@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings granted files to the device: several at a time, each verified as it is read.
 
-What cannot be read from the disk is rescued from the bucket.
+An embedding whose file cannot be read is rescued from the bucket.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ from s3ec.tier.files import touch
 
 log = logging.getLogger(__name__)
 
-# Hashed while it is in the processor's last cache: 10% of a 30 MB entry. Not smaller, since each
-# part costs two turns at the GIL.
+# A part is hashed while it is in the processor's last-level cache: saves 10% of a 30 MB entry. Not
+# smaller, since each part takes the GIL twice.
 PART_BYTES = 2**22
-# Waits for no pipe's writer, should somebody have put one there. Of links only those of /proc are
+# O_NONBLOCK: do not wait for the writer of a pipe, should one be there. Only links of /proc are
 # followed.
 _OPEN_LINK = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _OPEN = _OPEN_LINK | os.O_NOFOLLOW
-# More do not help: a few fill the memory bus.
+# More threads do not help: a few saturate the memory bus.
 MAX_READERS = 4
-# Smaller entries are read sooner by one thread than by several, which take turns at the GIL: five
-# of 2.6 MB in memory take 2.6 ms instead of 4.3.
+# Smaller entries are read sooner by one thread than by several, which contend for the GIL: five of
+# 2.6 MB in memory take 2.6 ms instead of 4.3.
 READERS_FROM_BYTES = 2**24
-# How long the engine waits for a disk that delivers nothing, before the bucket is asked.
+# How long the engine waits for a disk that delivers nothing, before it asks the bucket.
 PATIENCE_S = 5.0
-# How long it waits where the bucket delivers nothing either, before it ends: without the embedding
-# it would end anyway.
+# How long it waits if the bucket delivers nothing either, before it ends: without the embedding it
+# would end anyway.
 STALLED_S = 60.0
 
 
 def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bool = True) -> None:
     """Read the values of one granted file into memory, verify them, and note the use.
 
-    The header is compared, not parsed again: the scheduler's process did that, and compared
+    The header is compared, not parsed again: the scheduler's process parsed it, and compared
     identifier, namespace and shape, when it opened the file.
 
     Args:
-        load: What was granted.
+        load: The granted file.
         memory: uint8 tensor on the CPU, contiguous, ``load.shape.nbytes`` or longer.
-        hashed: False compares length and header only, and believes the values.
-        wait: False: read only what the kernel has in memory. The name is looked up all the same:
-            it was when the file was opened, so the kernel knows it.
+        hashed: False compares length and header only, and trusts the values.
+        wait: False: read only from the page cache. The name is looked up all the same: it was when
+            the file was opened, so the kernel has it cached.
 
     Raises:
         BlockingIOError: Not ``wait``, and a disk would have to answer.
         OSError: The file cannot be read.
-        CorruptEntryError: It is not what was granted.
+        CorruptEntryError: Its content is not the granted one.
     """
     header, nbytes = load.header, load.shape.nbytes
     front, view = bytearray(header.data_start), bytes_of(memory)[:nbytes]
@@ -79,10 +79,10 @@ def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bo
                 f"{found.st_size} bytes, expected {header.total_bytes}", reason="length"
             )
         flags = 0 if wait else os.RWF_NOWAIT
-        # All at once where nothing is hashed in between.
+        # All at once if nothing is hashed in between.
         step = PART_BYTES if hashed else nbytes
         done = _read(fd, [front, view[:step]], 0, flags) - len(front)
-        if flags and done <= 0:  # of a long header the kernel has a part
+        if flags and done <= 0:  # the kernel has only a part of a long header
             raise BlockingIOError(errno.EAGAIN, "a disk would have to answer")
         if hashed and done > 0:
             checksum.update(view[:done])
@@ -105,10 +105,10 @@ def read_data(load: Load, memory: torch.Tensor, *, hashed: bool = True, wait: bo
 
 @contextmanager
 def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
-    """The very file that was granted: as the scheduler's process has it open, or by its name.
+    """Open the very file that was granted: the scheduler's open descriptor, or by its name.
 
-    Eviction takes the name away. Then the scheduler's process still has the file open, and other
-    processes of this user reach that through ``/proc``.
+    Eviction removes the name. Then the scheduler's process still has the file open, and other
+    processes of this user reach it through ``/proc``.
 
     Raises:
         FileNotFoundError: It cannot be reached from here.
@@ -139,10 +139,10 @@ def _opened(load: Load) -> Iterator[tuple[int, os.stat_result]]:
 
 
 def _granted(load: Load, fd: int) -> os.stat_result | None:
-    """The status of an open file, if it is the granted one."""
+    """Return the status of an open file if it is the granted one, else None."""
     try:
         found = os.fstat(fd)
-    except OSError:  # closed, which cannot be before this load was reported
+    except OSError:  # closed; not possible before this load was reported
         return None
     return found if (found.st_dev, found.st_ino) == (load.device, load.inode) else None
 
@@ -164,7 +164,7 @@ _Blob = bytes | memoryview | None
 
 
 class _UnreadableError(Exception):
-    """A granted file cannot be had: the bucket stands in for it."""
+    """A granted file cannot be read: the bucket's object replaces it."""
 
 
 @dataclass(slots=True)
@@ -172,11 +172,11 @@ class _Pending:
     """One load that is not on the device yet.
 
     Attributes:
-        read: The reading of its file; None where that has failed.
-        held: The buffer that a reader reads into. Whoever pops it decides what becomes of it.
+        read: The running read of its file; None if that has failed.
+        held: The buffer that a reader reads into. The thread that pops it owns it.
         why: What is wrong with the file.
-        answer: The bucket's, once it was asked.
-        refusal: Why that does not help.
+        answer: The bucket's answer, once it was asked.
+        refusal: Why the answer is not usable.
     """
 
     load: Load
@@ -191,14 +191,14 @@ class Loader:
     """Brings embeddings from granted files to the device.
 
     One thread calls it. That thread never waits for a disk without a bound, unless no reader can be
-    started. It reads by itself what the kernel has in memory. Large entries, and what a disk would
-    have to bring, go to reader threads, which are started when they are first needed.
+    started. It reads files in the page cache by itself. Large entries, and those that need the
+    disk, go to reader threads, which are started when they are first needed.
 
-    A load is waited for until one of four things happens: it is on the device; its file is bad and
-    so is the bucket's copy; the bucket has delivered its copy while a reader hangs; neither disk
-    nor bucket has delivered anything for ``STALLED_S``. The bucket is asked for a file that cannot
-    be read; for all of them where no reader has delivered for ``PATIENCE_S``, or at once while the
-    disk is known to hang.
+    A wait for a load ends in one of four cases: it is on the device; its file is bad and so is the
+    bucket's copy; the bucket has delivered its copy while a reader hangs; neither disk nor bucket
+    has delivered anything for ``STALLED_S``. The bucket is asked for a file that cannot be read;
+    for all files if no reader has delivered for ``PATIENCE_S``, or at once while the disk is known
+    to hang.
     """
 
     def __init__(
@@ -209,12 +209,12 @@ class Loader:
         clock: Callable[[], float] = time.monotonic,
         wait_for_any: Callable[[Collection[Future[Any]], float], None] = _wait_for_any,
     ) -> None:
-        """Nothing is started yet.
+        """Start no thread yet.
 
         Args:
             make_staging: Called once, by the first load.
             clock: Monotonic seconds.
-            wait_for_any: Waits until one of the futures has ended, so many seconds at most.
+            wait_for_any: Waits until one of the futures has ended, at most the given seconds.
         """
         self._loop = node.loop
         self._sources = node.sources
@@ -233,15 +233,15 @@ class Loader:
             loads: Different embeddings, the large ones first.
 
         Returns:
-            One per load, in their order; an Exception where that one failed.
+            One per load, in their order; an Exception if that load failed.
         """
         staging = self._staging  # made here, where the device is current
         large = sum(one.shape.nbytes >= READERS_FROM_BYTES for one in loads)
-        # This thread reads too, so one alone needs no other.
+        # This thread reads too, so a single load needs no other.
         split = large if large < len(loads) else max(0, large - 1)
         begun = [self._hand_over(load) for load in loads[:split]]
         begun += [self._load_here(load) for load in loads[split:]]
-        # What the readers have not begun, from the end, since they come from the front.
+        # Take back what the readers have not begun; from the end, since they start at the front.
         for place in reversed(range(split)):
             one = begun[place]
             if not isinstance(one, _Pending) or one.read is None or not one.read.cancel():
@@ -252,7 +252,7 @@ class Loader:
         return done
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop the readers."""
         if self._readers is not None:
             self._readers.shutdown(wait=False, cancel_futures=True)
 
@@ -267,11 +267,11 @@ class Loader:
         held: list[Buffer] = []
         try:
             return _Pending(load, self._readers.submit(self._load, load, held, wait=True), held)
-        except RuntimeError:  # no thread is to be had, and without its loads the engine would end
+        except RuntimeError:  # no thread can start, and without its loads the engine would end
             return self._load_here(load, wait=True)
 
     def _load_here(self, load: Load, *, wait: bool = False) -> torch.Tensor | Exception | _Pending:
-        """Bring one to the device in this thread, or hand it over if a disk has to answer."""
+        """Bring one to the device in this thread, or hand it over if it needs the disk."""
         try:
             return self._load(load, [], wait=wait)
         except BlockingIOError:
@@ -290,8 +290,8 @@ class Loader:
             BlockingIOError: Not ``wait``, and a disk would have to answer.
             _UnreadableError: The file cannot be read.
         """
-        # Few steps, with little in memory: what is read goes through the processor's caches, so
-        # all code and data behind it are cold.
+        # Keep the steps few: the bytes read go through the processor's caches, so the code and data
+        # used afterwards are cold.
         buffer = self._staging.take(load.shape)
         held.append(buffer)
         try:
@@ -301,7 +301,7 @@ class Loader:
                 self._staging.drop(buffer)
             raise
         if _pop(held) is None:
-            raise CancelledError  # the bucket was faster, and nobody waits for this
+            raise CancelledError  # the bucket was faster: the result is not needed
         return self._staging.to_device(buffer, load.shape)
 
     def _read(self, load: Load, buffer: Buffer, *, wait: bool) -> None:
@@ -318,14 +318,14 @@ class Loader:
         except BaseException as exc:
             if isinstance(exc, BlockingIOError) and not wait:
                 raise
-            # Not the exception itself: what keeps it keeps what its frames have open.
+            # Not the exception itself: a reference to it keeps its frames' files open.
             why = str(exc)
             reason = exc.reason if isinstance(exc, CorruptEntryError) else ""
         self._counters.add("load.failed")
         log.warning("granted file %s cannot be loaded: %s", load.path, why)
         key = self._naming.make_key(load.identifier, load.renamed)
         if key is not None and reason:
-            # Nobody shall open it again.
+            # The bad file must not be opened again.
             self._sources.residents.discard(key.digest)
             self._sources.tier.entries.drop_bad(key, reason, inode=load.inode)
         raise _UnreadableError(why)
@@ -334,7 +334,7 @@ class Loader:
         return self._loop.submit(self._get(load))
 
     async def _get(self, load: Load) -> _Blob:
-        # Also where this process has found the object bad: the engine ends without it.
+        # Even if this process has found the object bad: the engine would end without it.
         limit = load.shape.nbytes + 8 + codec.HEADER_LIMIT
         name = self._sources.layout.object(self._key_of(load))
 
@@ -353,7 +353,7 @@ class Loader:
         return key
 
     def _verified(self, load: Load, blob: bytes | memoryview) -> Header:
-        """Check an object that is to take the place of a granted file; it raises what is wrong."""
+        """Verify an object that replaces a granted file; raise CorruptEntryError if it is bad."""
         header = codec.verify(
             blob,
             namespace=self._sources.layout.namespace,
@@ -365,14 +365,14 @@ class Loader:
             )
         return header
 
-    # -- what is not here yet ------------------------------------------------------------------
+    # -- pending loads -------------------------------------------------------------------------
 
     def _wait(
         self, begun: Sequence[torch.Tensor | Exception | _Pending]
     ) -> list[torch.Tensor | Exception]:
-        """Wait for the readers, and have the bucket stand in where a file cannot be had."""
+        """Wait for the readers, and ask the bucket if a file cannot be read."""
         outcomes = list(begun)
-        came_s = self._clock()  # when something was delivered last
+        came_s = self._clock()  # when a load was last delivered
         while left := {at: one for at, one in enumerate(outcomes) if isinstance(one, _Pending)}:
             ended = {at: self._ended(one) for at, one in left.items()}
             now_s = self._clock()
@@ -401,13 +401,13 @@ class Loader:
         return [one for one in outcomes if not isinstance(one, _Pending)]
 
     def _ended(self, one: _Pending) -> torch.Tensor | Exception | None:
-        """What came of a load: by its file, or by an answer of the bucket that helps."""
+        """Return a load's result, from its file or the bucket; None while it is pending."""
         if one.read is not None and one.read.done():
             read = _outcome_of(one.read.result)
             if not isinstance(read, _UnreadableError):
                 return read
             one.read, one.why = None, str(read)
-            if one.answer is None or one.refusal is not None:  # that may have been a while ago
+            if one.answer is None or one.refusal is not None:  # the refusal may be old: ask again
                 one.answer, one.refusal = self._ask_bucket(one.load), None
         if one.answer is not None and one.answer.done() and one.refusal is None:
             brought = _outcome_of(partial(self._bring, one, one.answer))
@@ -415,14 +415,14 @@ class Loader:
                 return brought
             one.refusal = brought
             if one.read is not None:
-                log.warning("%s", brought)  # the reader goes on: it may deliver yet
+                log.warning("%s", brought)  # the reader continues: it may still deliver
         return one.refusal if one.read is None else None
 
     def _bring(self, one: _Pending, answer: Future[_Blob]) -> torch.Tensor:
         """Bring the bucket's answer to the device, verified.
 
         Raises:
-            RuntimeError: The bucket did not deliver; it says what is wrong with the file too.
+            RuntimeError: The bucket did not deliver; names what is wrong with the file too.
         """
         load = one.load
         try:
@@ -441,12 +441,12 @@ class Loader:
         return self._staging.to_device(buffer, load.shape)
 
     def _let_go(self, one: _Pending) -> None:
-        """Wait for a reader no more, and leave it the buffer that it reads into."""
+        """Stop waiting for a reader, and leave it the buffer that it reads into."""
         if one.read is not None:
             one.read.cancel()
         buffer = _pop(one.held)
         if buffer is not None:
-            self._staging.leak(buffer)  # the kernel may write to it for a long time yet
+            self._staging.leak(buffer)  # the kernel may write to it for a long time
 
 
 def _awaited(pending: Iterable[_Pending]) -> list[Future[Any]]:
@@ -462,7 +462,7 @@ def _failure(one: _Pending, answer: str) -> RuntimeError:
 
 
 def _pop(held: list[Buffer]) -> Buffer | None:
-    """Take the right to say what becomes of a buffer; None where another thread has it."""
+    """Take ownership of a buffer; None if another thread has it."""
     try:
         return held.pop()  # atomic
     except IndexError:
@@ -479,7 +479,7 @@ def _outcome_of(bring: Callable[[], torch.Tensor]) -> torch.Tensor | Exception:
 
 
 def _as_exception(exc: BaseException) -> Exception:
-    """What vLLM's own ``except Exception`` can catch: Rust's panics are none."""
+    """Wrap a BaseException, such as Rust's panics, for vLLM's own ``except Exception``."""
     if isinstance(exc, Exception):
         return exc
     failure = RuntimeError(f"an embedding could not be loaded: {exc!r}")

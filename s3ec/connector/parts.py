@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one instance of the connector works with, made from vLLM's configuration and the settings.
+"""The parts of one connector instance, made from vLLM's configuration and the settings.
 
-That is a node and one of the two halves. Here are the checks before the start, and what each half
-is told about this engine. The hooks themselves are in ``connector.py``.
+These are a node and one of the two halves. This module runs the checks before the start, and
+configures each half for this engine. The hooks themselves are in ``connector.py``.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from s3ec.weights import Checkpoint, Weights
 log = logging.getLogger(__name__)
 
 _SHUTDOWN_TIMEOUT_S = 1.0
-# Of a worker before its first plan: what its process read of the model's files before they were
-# loaded, and a node for it; None where nothing could be made.
+# A worker's early start, before its first plan: what its process read of the model's files before
+# they were loaded, and a node for it; None if no node could be made.
 _Early = tuple[Weights, Node | None]
 
 
@@ -60,25 +60,25 @@ class Parts:
     """One half of the connector and the node it works with.
 
     The scheduler half reads the model's files, since it is made after the weights were loaded; its
-    plans carry what the namespace says of them to the workers. A worker reads them as well, beside
-    the start of the engine, and opens a node there. So they are in memory when the scheduler half
-    comes to them, and what it reads shows whether they were replaced meanwhile. The worker half is
-    made with the first plan, on the same node if that says the same.
+    plans carry the namespace's record of them to the workers. A worker reads them as well, while
+    the engine starts, and opens a node for them. So the files are in the page cache when the
+    scheduler half reads them, and its result shows whether they were replaced meanwhile. The worker
+    half is made with the first plan, on the same node if both records agree.
 
     Attributes:
-        node: This process's parts; None before the start, after the end and where nothing started.
-        scheduler: The scheduler half; None in a worker, and where ``node`` is.
-        worker: The worker half; None in the scheduler's instance, and where ``node`` is.
-        features: Tells what came without pixels; None in a worker, and for a model that takes
-            none. It is there whether or not the half starts, and stays after the end.
-        metrics: What this engine tells about itself; None where ``scheduler`` is.
-        weights: What the namespace says of the model's files; empty before it is known. Stays after
+        node: This process's parts; None before the start, after the end and if nothing started.
+        scheduler: The scheduler half; None in a worker, and if ``node`` is None.
+        worker: The worker half; None in the scheduler's instance, and if ``node`` is None.
+        features: Detects features without pixels; None in a worker, and for a model without media.
+            It exists whether or not the half starts, and stays after the end.
+        metrics: Metrics of this engine; None if ``scheduler`` is None.
+        weights: The namespace's record of the model's files; empty before it is known. Stays after
             the end.
-        has_other_weights: This worker loaded other weights than those that the scheduler read.
+        has_other_weights: True if this worker loaded other weights than the scheduler read.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Nothing is made yet."""
+        """Make no parts yet."""
         self._vllm_config = vllm_config
         self._settings: Settings | None = None
         self._descriptor: dict[str, Any] = {}
@@ -93,33 +93,33 @@ class Parts:
 
     @property
     def restore_costs(self) -> RestoreCosts | None:
-        """For a manager of the encoder cache; None where there is no scheduler half."""
+        """For a manager of the encoder cache; None if there is no scheduler half."""
         return self.scheduler
 
     def follow_device(self, held: Container[str]) -> None:
-        """Have the scheduler half look there for what the device holds."""
+        """Give the scheduler half the identifiers that the device holds."""
         if self.scheduler is not None:
             self.scheduler.device = held
 
     # -- start and end -----------------------------------------------------------------------
 
     def start(self, *, scheduler: bool) -> None:
-        """Read the settings and make one half, or none where there is nothing to do.
+        """Read the settings and make one half, or none if there is nothing to do.
 
         Args:
-            scheduler: Which half.
+            scheduler: True for the scheduler half.
 
         Raises:
             ConfigError: The settings or vLLM's configuration cannot work; names what to change.
-            BaseException: Whatever else may fail; what was made by then is for ``end``.
+            BaseException: Any other failure; ``end`` releases the parts made by then.
         """
         config = self._vllm_config
-        # First of all: whatever becomes of the half, no engine is to end for a request that came
-        # without pixels. A model without media has no such requests, and no processor to ask.
+        # First: even if the half fails to start, no request without pixels may kill the engine.
+        # A model without media has no such requests, and no processor to ask.
         if scheduler and config.model_config.multimodal_config is not None:
             try:
                 self.features = FeatureReader(config.model_config)
-            except Exception:  # a bad setting is to be told of all the same
+            except Exception:  # a bad setting must still be reported
                 log.debug("no look at features", exc_info=True)
         settings = load_settings(config.ec_transfer_config.ec_connector_extra_config).settings
         set_up_logging(settings.log_level)
@@ -153,7 +153,7 @@ class Parts:
             try:
                 node = self._open_node(settings, canonical_json(weights.descriptor))
             except BaseException:
-                # The first plan says more, and then whatever it is comes up again.
+                # The first plan opens a node again, and a lasting failure shows then.
                 log.debug("no node beside the start", exc_info=True)
         return weights, node
 
@@ -162,16 +162,16 @@ class Parts:
         return Node.shared(settings, namespace)
 
     def agree_on_weights(self, weights: str) -> None:
-        """Have the worker half read and write where the scheduler half does.
+        """Start the worker half in the scheduler half's namespace.
 
         Args:
-            weights: What the scheduler made of the model's files.
+            weights: The scheduler's record of the model's files.
         """
-        self.weights = weights  # first: what fails once is not tried again in every step
+        self.weights = weights  # first: a failure is not retried in every step
         early, self._early = self._early, None
         self.end()
         try:
-            # What is not ready by now is not put to use.
+            # An early start that is not ready by now is not used.
             if early is not None and early.done() and early.exception() is None:
                 found, told = early.result()[0], json.loads(weights)["weights"]
                 self.has_other_weights = found.problem is None and found.fingerprint != told
@@ -186,13 +186,13 @@ class Parts:
             if self._settings is not None:
                 self.start_worker(self._open_node(self._settings, weights))
         finally:
-            if early is not None:  # its node is the worker half's, or nobody's
+            if early is not None:  # release its reference; the worker half has its own
                 early.add_done_callback(_release)
 
     def end(self) -> None:
         """Drain saves within a deadline and end our threads. Safe to call twice."""
         # All at once: a second call may come from a signal handler, in the middle of this one,
-        # and must not take away the node while the worker half drains.
+        # and must not release the node while the worker half drains.
         self.scheduler = None
         early, self._early = self._early, None
         worker, self.worker = self.worker, None
@@ -294,7 +294,7 @@ def _release(early: Future[_Early]) -> None:
 
 
 def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
-    """Whether there is anything to do in this engine; False was logged with its reason.
+    """Return True if s3ec can work in this engine; log the reason for False.
 
     Raises:
         ConfigError: Something must be changed first.
@@ -319,7 +319,7 @@ def _is_for_us(vllm_config: Any, settings: Settings) -> bool:
 def _role_of(vllm_config: Any, settings: Settings, *, can_load: bool) -> Role:
     this = compat.release(compat.vllm_version())
     transfer = vllm_config.ec_transfer_config
-    # Then nothing is stored that the device holds: nothing was encoded for it.
+    # Then nothing is stored from the device: a hit there is no second encode.
     saves_worth = settings.save == "worth" and transfer.is_ec_consumer
     lora = getattr(vllm_config, "lora_config", None)
     tower_adapters = bool(getattr(lora, "enable_tower_connector_lora", False))
@@ -346,14 +346,14 @@ def _role_of(vllm_config: Any, settings: Settings, *, can_load: bool) -> Role:
 
 
 def _policy_of(role: Role, settings: Settings, costs: EncodeCosts) -> WaitPolicy | None:
-    """What weighs waits against encoding; None where every wait is worth it, or none is."""
+    """Return the policy that weighs waits; None if every wait is worth it, or none is."""
     if settings.wait != "auto" or not role.consumer or not role.defer_timeout_s:
         return None
     return WaitPolicy(costs, EngineLoad(role.steps_in_flight))
 
 
 def _seen_of(role: Role, settings: Settings) -> SeenKeys | None:
-    """What remembers what was encoded; None where everything is stored, or nothing."""
+    """Return the memory of encoded keys; None if everything is stored, or nothing."""
     if settings.save == "always" or not role.producer:
         return None
     if not role.consumer:

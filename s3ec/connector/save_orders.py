@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler half has stored: which embeddings, and each of them once.
+"""Decides which embeddings the scheduler half orders to store, and orders each once.
 
-With `save` = worth only what is encoded a second time. Most pictures that people send are never
-sent again. What was encoded once is remembered by its key alone, and stored when it is encoded once
-more.
+With `save` = worth, an embedding is stored only when it is encoded a second time: most images that
+people send are never sent again. After the first encode only its key is remembered.
 
-The scheduler's thread owns all of it. Nothing here waits.
+The scheduler's thread owns all state. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from s3ec.counters import Counters
 from s3ec.identity import Key
 from s3ec.index.reader import ManifestIndex
 
-# Of one generation. Two of them take about 20 MB.
+# Keys of one generation. Two generations take about 20 MB.
 GENERATION_KEYS = 1 << 17
 
 
 class SeenKeys:
-    """Remembers the keys that were seen lately: two sets, the newer one being filled.
+    """Remembers recent keys in two sets, of which the newer one is being filled.
 
-    When it is full the older one is dropped. So the last GENERATION_KEYS different keys are always
-    known, and none of those before the last two times as many.
+    When the newer set is full, the older one is dropped. So the last GENERATION_KEYS different keys
+    are always known, and no key older than the last two times as many.
     """
 
     def __init__(self) -> None:
-        """Start with nothing seen."""
+        """Start without keys."""
         self._newer: set[int] = set()
         self._older: set[int] = set()
 
     def add(self, key: Key) -> bool:
-        """Note one key; whether it was seen before. Half of a digest tells keys apart."""
+        """Note one key; return True if it was seen before. Half of the digest identifies it."""
         digest = key.digest_hi
         if digest in self._newer:
             return True
@@ -47,13 +46,13 @@ class SeenKeys:
 
 
 class SaveOrders:
-    """Remembers what was ordered, so that an embedding is not saved by each of its requests.
+    """Remembers save orders, so that not every request for an embedding saves it.
 
-    An order is over when the bucket holds the embedding, when it is not to be saved, or after
-    LEASE_S: a save that was dropped or failed may be tried again.
+    An order ends when the bucket holds the embedding, when it will not be saved, or after LEASE_S:
+    a save that was dropped or failed may be retried.
 
     Attributes:
-        ordered_s: Identifier to when it was ordered. For reading.
+        ordered_s: Identifier to the time of its order. Read-only.
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class SaveOrders:
         clock: Callable[[], float],
         seen: SeenKeys | None,
     ) -> None:
-        """Nothing was ordered yet.
+        """Start without orders.
 
         Args:
-            seen: What was encoded lately; None where everything is stored.
+            seen: Keys that were encoded recently; None if everything is stored.
         """
         self._index = index
         self._seen = seen
@@ -77,7 +76,7 @@ class SaveOrders:
         self.ordered_s: dict[str, float] = {}
 
     def order(self, key: Key, feature: Any) -> Save | None:
-        """What to save of a feature that is about to be encoded; None where that is done."""
+        """Order the save of a feature that is about to be encoded; None if none is needed."""
         if feature.identifier in self.ordered_s or self._index.maybe_contains(key):
             return None
         if self._seen is not None and not self._seen.add(key):
@@ -86,9 +85,9 @@ class SaveOrders:
         return self._order(key, feature, on_device=False)
 
     def again(self, key: Key, feature: Any) -> Save | None:
-        """What to save of a feature that the device holds; None where that is done."""
-        # A bad object has its name: a save of what is encoded tries, one of each hit would not fare
-        # better.
+        """Order the save of a feature that the device holds; None if none is needed."""
+        # If a bad object has its name, only a fresh encode tries a save; one for each hit would not
+        # succeed either.
         if self._index.maybe_contains(key) or self._index.is_bad(key):
             return None
         return self._order(key, feature, on_device=True)
@@ -99,11 +98,11 @@ class SaveOrders:
         return Save(feature.modality, placeholder, on_device=on_device, renamed=key.renamed)
 
     def release(self, identifier: str) -> None:
-        """The bucket holds it, or it will not be saved: it may be ordered again."""
+        """End an order: the bucket holds it, or it will not be saved. It may be ordered again."""
         self.ordered_s.pop(identifier, None)
 
     def sweep(self, now: float) -> None:
-        """End what has lasted too long."""
+        """End orders that are older than LEASE_S."""
         for identifier, since_s in list(self.ordered_s.items()):
             if now - since_s > LEASE_S:
                 del self.ordered_s[identifier]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first half of a save: off the device, through a bounded queue, to spool and tier.
 
-``SaveQueue`` says what the life of a save is. ``uploads.py`` has the second half.
+``SaveQueue`` describes the life of a save. ``uploads.py`` has the second half.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ from s3ec.tier.spool import Spool, Spooled
 
 log = logging.getLogger(__name__)
 
-# One part in so many of `cache_bytes` may wait for the bucket, per process.
+# The part of `cache_bytes` that may wait for the bucket, per process, is one in this many.
 _SPOOL_SHARE = 4
-# The writer begins when no save has come for so long, and at the latest after the second figure.
-# Earlier it would take the interpreter's lock and the memory's bandwidth from the hook that makes
-# the next copy.
+# The writer begins when no save has arrived for _QUIET_S, and at the latest after _LONGEST_WAIT_S.
+# Earlier it would take the GIL and the memory's bandwidth from the hook that makes the next copy.
 _QUIET_S = 0.002
 _LONGEST_WAIT_S = 0.02
-# A hook waits at most so long for room, in one step and for one outage of the bucket. vLLM ends an
+# A hook waits at most this long for room, in one step and in one outage of the bucket. vLLM ends an
 # engine of several workers when a step takes 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS).
 MAX_BLOCKED_S = 60.0
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory as bytes, without a copy; keeps the tensor alive."""
+    """Return a contiguous CPU tensor's memory as bytes, without a copy; keeps the tensor alive."""
     return bytes_of(tensor.detach().reshape(-1).view(torch.uint8))
 
 
@@ -61,11 +60,11 @@ def describe(
     placeholder: Mapping[str, Any] | None = None,
     made_by: str = "",
 ) -> Header:
-    """The header of a tensor that is about to be stored.
+    """Return the header of a tensor that is about to be stored.
 
     Args:
         tensor: Contiguous, on the CPU, shape (rows, width), dtype of codec.DTYPES.
-        placeholder: As in the header: None where it is not known.
+        placeholder: As in the header: None if it is not known.
         made_by: As in the header.
 
     Raises:
@@ -78,8 +77,8 @@ def describe(
     known = [name for name, _ in DTYPES.values()]
     if dtype not in known:
         raise CorruptEntryError(f"dtype {dtype} is not one of {known}", reason="dtype")
-    # Not torch's reductions: they share the work out to the threads that compute, and here, beside
-    # an engine, took 16 ms where the processors were busy (torch 2.13).
+    # Not torch's reductions: they use the threads that compute, and beside a busy engine took 16 ms
+    # (torch 2.13).
     data = tensor_bytes(tensor)
     if not is_finite(data, dtype):
         raise CorruptEntryError("the tensor holds NaN or infinity", reason="nonfinite")
@@ -96,7 +95,7 @@ def describe(
 
 
 def encode(header: Header, tensor: torch.Tensor) -> tuple[bytes, memoryview]:
-    """One entry as two pieces, header and tensor; the tensor is not copied."""
+    """Return one entry as two pieces, header and tensor; the tensor is not copied."""
     return encode_header(header), tensor_bytes(tensor)
 
 
@@ -108,7 +107,7 @@ class _Job(NamedTuple):
 
 
 class SaveQueue:
-    """Takes tensors from a hook and sees them into tier, bucket and index.
+    """Takes tensors from a hook and brings them into tier, bucket and index.
 
     The life of a save:
 
@@ -117,28 +116,28 @@ class SaveQueue:
     =========  =========  ====================================================================
     (a hook)   queued     ``put`` has begun its copy into host memory
     (a hook)   dropped    it is queued already, there is no room, or the queue is drained
-    queued     spooled    the writer's thread has it in spool and tier; its memory is free
+    queued     spooled    the writer's thread put it into spool and tier; its memory is free
     queued     in memory  the disk refuses it: it is uploaded from memory
     queued     refused    it is not finite, not two-dimensional, or has no key
-    spooled    stored     the bucket took it, or said that it holds it already
+    spooled    stored     the bucket stored it, or answered that it holds it already
     in memory  stored     likewise
     spooled    refused    its width or dtype is not the namespace's, or a bad object has its name
     stored     announced  a delta with its row is confirmed; only now it leaves the spool
     =========  =========  ====================================================================
 
-    The process may end at any time. What is spooled, or stored and still in the spool, stays on
-    the disk, and the next process that makes a SaveQueue for the same namespace and bucket goes
-    on with it. What was queued or in memory is lost.
+    The process may end at any time. A save in the spool, stored or not, stays on the disk, and the
+    next process that makes a SaveQueue for the same namespace and bucket resumes it. A save that
+    was queued or in memory is lost.
 
-    ``put`` and ``take_stored`` belong to the hooks' thread. The writer's thread goes as far as
-    ``spooled``, the Uploader on the loop's thread does the rest, and tells by ``ended`` what the
-    bucket answered.
+    ``put`` and ``take_stored`` belong to the hooks' thread. The writer's thread brings a save to
+    ``spooled``. The Uploader on the loop's thread does the rest, and calls ``ended`` once the
+    bucket has answered.
 
-    Two bounds: ``budget_bytes`` for tensors in host memory, which are let go of when they are on
+    Two bounds: ``budget_bytes`` for tensors in host memory, which are released when they are on
     the disk (their buffers are powers of two, and 64 MiB of them are kept for the next ones), and
-    a quarter of ``cache_bytes`` for what waits there. Where the disk fails an embedding is
-    uploaded from memory, and lost if the process ends first. While it hangs, saves stay queued, and
-    those that find no room are dropped at once.
+    a quarter of ``cache_bytes`` for spooled files. If the disk fails, an embedding is uploaded from
+    memory, and lost if the process ends first. While it hangs, saves stay queued, and those that
+    find no room are dropped at once.
     """
 
     def __init__(
@@ -149,14 +148,14 @@ class SaveQueue:
         overflow: Literal["block", "drop"],
         made_by: str = "",
     ) -> None:
-        """Start looking for what dead processes left, in the background.
+        """Start to search for saves of dead processes, in the background.
 
         Args:
-            budget_bytes: Of tensors in memory; of files being uploaded as many again.
+            budget_bytes: Bytes of tensors in memory; files being uploaded may take as many again.
             overflow: What put does when either bound is reached. ``block`` waits for room, at
-                most MAX_BLOCKED_S in a step and since the bucket took something last; from then
-                on it drops, until the bucket takes something again.
-            made_by: What all of them are made with, as in the header.
+                most MAX_BLOCKED_S in a step and since the last upload ended; from then on it
+                drops, until an upload ends again.
+            made_by: Software and device that make the embeddings, as in the header.
         """
         self._node = node
         self._budget_bytes = budget_bytes
@@ -167,8 +166,8 @@ class SaveQueue:
         self._blocked_in_step_s = self._blocked_in_outage_s = 0.0
         self._dropped = 0
         self._jobs: deque[_Job] = deque()
-        # One wake-up for all that comes in before the writer looks: it costs the hook more than a
-        # job. False ends the writer.
+        # One wake-up for all jobs that arrive before the writer runs: a wake-up costs the hook more
+        # than a job. False ends the writer.
         self._wakeups: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_woken = False
         self._changed = threading.Condition()
@@ -177,7 +176,7 @@ class SaveQueue:
         self._memory_bytes = 0
         self._stored: list[str] = []
         self._stopping = False
-        self._left: int | None = None  # by drain
+        self._left: int | None = None  # result of drain
         self._thread: threading.Thread | None = None
         self._stagings: dict[torch.device, Staging] = {}
         self._spool: Spool = node.tier.open_spool(node.destination)
@@ -194,18 +193,18 @@ class SaveQueue:
     def put(self, identifier: str, save: Save, tensor: torch.Tensor, *, step: int = 0) -> bool:
         """Begin to copy one embedding off its device, and queue it.
 
-        Waits for room only where ``overflow`` is ``block``, and for the copy only where the
-        device is the CPU. The tensor may be changed by what its stream does later (on the
-        CPU: when this returns), and no reference to it is kept.
+        Waits for room only if ``overflow`` is ``block``, and for the copy only if the device is
+        the CPU. Later work of the tensor's stream may change it (on the CPU: once this returns),
+        and no reference to it is kept.
 
         Args:
-            identifier: vLLM's.
-            save: Goes into the header.
+            identifier: vLLM's identifier.
+            save: Its facts for the header.
             tensor: On any device; may be a view of a larger one.
-            step: Of the engine; in each, and for each outage, this may wait MAX_BLOCKED_S in all.
+            step: The engine's step; in each, and in each outage, this waits MAX_BLOCKED_S in all.
 
         Returns:
-            False where it was not taken: already queued, full, or stopping.
+            False if it was not taken: already queued, full, or stopping.
         """
         nbytes = tensor.nbytes
         began_s = time.monotonic()
@@ -218,7 +217,7 @@ class SaveQueue:
                 return False
             if self._thread is None:
                 thread = threading.Thread(target=self._write, name="s3ec-save", daemon=True)
-                thread.start()  # where there are too many threads, the next save tries again
+                thread.start()  # if there are too many threads, the next save tries again
                 self._thread = thread
             self._pending[identifier] = nbytes
             self._memory_bytes += nbytes
@@ -235,7 +234,7 @@ class SaveQueue:
         return True
 
     def _make_room_locked(self, nbytes: int) -> bool:
-        """Wait until one more fits; False where it is dropped."""
+        """Wait until one more fits; return False if it is dropped."""
         is_waiting = False
         while self._is_full(nbytes):
             left_s = MAX_BLOCKED_S - max(self._blocked_in_step_s, self._blocked_in_outage_s)
@@ -246,7 +245,7 @@ class SaveQueue:
             if not is_waiting:
                 is_waiting = True
                 self._node.counters.add("save.blocked")
-                self._uploads.flush()  # what only waits for its announcement makes room
+                self._uploads.flush()  # saves that only wait for an announcement make room
             began_s = time.monotonic()
             self._changed.wait(min(left_s, 1.0))
             waited_s = time.monotonic() - began_s
@@ -271,9 +270,9 @@ class SaveQueue:
         return staging
 
     def _is_full(self, nbytes: int) -> bool:
-        """Whether one more does not fit; anything may be alone. No system call."""
+        """Return True if one more does not fit; any size fits alone. No system call."""
         memory = self._memory_bytes
-        # What is in memory will be in the spool next.
+        # Saves in memory will be in the spool next.
         spooled = memory + self._spool.nbytes
         return bool(
             (memory and memory + nbytes > self._budget_bytes)
@@ -281,7 +280,7 @@ class SaveQueue:
         )
 
     def take_stored(self) -> list[str]:
-        """Identifiers that the bucket has confirmed since the last call."""
+        """Return the identifiers that the bucket has confirmed since the last call."""
         if not self._stored:
             return []
         with self._changed:
@@ -289,7 +288,7 @@ class SaveQueue:
         return stored
 
     def levels(self) -> dict[str, float]:
-        """What waits here, for the gauges; no system call but for the clock."""
+        """Return the gauges of queue and spool; the clock is the only system call."""
         with self._changed:
             in_memory = self._in_memory_locked()
         return {
@@ -302,15 +301,14 @@ class SaveQueue:
         return sum(nbytes > 0 for nbytes in self._pending.values())
 
     def drain(self, timeout_s: float) -> int:
-        """Take no more, wait for the bucket to confirm what is queued or was adopted, and stop.
+        """Refuse new saves, wait for the bucket to confirm queued and adopted ones, and stop.
 
-        What it confirms is announced too, or readers of the corpus would not find it. More than
-        once is fine, and so is a signal handler, wherever its thread is.
+        Confirmed saves are announced too, or readers of the corpus would not find them. It may be
+        called more than once, and from a signal handler in any thread.
 
         Returns:
-            How many are left unconfirmed. Nearly all of them wait in the spool; those that
-            do not are lost, and counted as ``save_problem.abandoned``. The first call's answer
-            is that of all others.
+            Number of unconfirmed saves. Nearly all of them wait in the spool; the others are lost,
+            and counted as ``save_problem.abandoned``. All calls return the first one's result.
         """
         self._uploads.stop_adopting()
         # A signal may have ended the hook between a job and its wake-up.
@@ -320,9 +318,9 @@ class SaveQueue:
             self._changed.notify_all()
             if self._left is None:
                 self._wait_for_bucket_locked(time.monotonic() + timeout_s)
-            # A signal handler may have ended it while this waited, and is not to be told twice.
+            # A signal handler may have drained while this waited; do not count and log twice.
             if self._left is not None:
-                self._uploads.stop()  # which the drain that it interrupted has yet to do
+                self._uploads.stop()  # the drain that this one interrupted has yet to do it
                 return self._left
             lost = self._in_memory_locked()
             spooled = len(self._pending) - lost + self._uploads.adopted_left
@@ -365,7 +363,7 @@ class SaveQueue:
             if left_s <= 0 or not (uploading or self._uploads.unannounced):
                 return
             if not uploading:
-                self._uploads.flush()  # each time: what has failed is tried again
+                self._uploads.flush()  # each time: failed announcements are retried
             self._changed.wait(min(left_s, 1.0))
 
     # -- the writer's thread -----------------------------------------------------------------
@@ -373,7 +371,7 @@ class SaveQueue:
     def _write(self) -> None:
         while self._wakeups.get():
             self._wait_for_more()
-            self._is_woken = False  # first: what comes in from here on wakes it again
+            self._is_woken = False  # first: a job that arrives from here on wakes it again
             while self._jobs:
                 self._write_next()
 
@@ -386,12 +384,12 @@ class SaveQueue:
             time.sleep(_QUIET_S)
 
     def _write_next(self) -> None:
-        """Take one job to its upload. A call of its own, so that no tensor outlives it."""
+        """Bring one job to its upload. A call of its own, so that no tensor outlives it."""
         job, upload = self._jobs.popleft(), None
         try:
             upload = self._write_one(job)
         except BaseException:
-            # The top of the thread: it must live on for the next job.
+            # The top of the thread: it must survive for the next job.
             self._node.counters.add("internal_errors")
             log.exception("save of an embedding")
             job.copy.disown()  # the device may still be writing to it
@@ -399,12 +397,12 @@ class SaveQueue:
             try:
                 self._uploads.submit(upload)
                 return
-            except RuntimeError as exc:  # the loop is stopped; what is spooled stays there
+            except RuntimeError as exc:  # the loop is stopped; a spooled file stays there
                 log.debug("save of %s: %s", upload.digest.hex(), exc)
         self._end_save(job.identifier, stored=False)
 
     def _write_one(self, job: _Job) -> Upload | None:
-        """Encode one embedding and put it on the disk; None where it is none to be kept."""
+        """Encode one embedding and put it on the disk; None if it must not be stored."""
         tensor, save = job.copy.wait(), job.save
         key = self._node.naming.make_key(job.identifier, save.renamed)
         try:
@@ -426,10 +424,10 @@ class SaveQueue:
         try:
             spooled = self._publish(key, pieces)
         except TierError as exc:
-            # The bucket's copy is the one that counts; go on to it.
+            # The bucket's copy is the one that counts: upload it all the same.
             self._note("spool.refused", key, "is not on this node's disk", exc)
             job.copy.disown()
-            # The spool may have taken it nevertheless, or hold an earlier save that this confirms.
+            # The spool may hold it nevertheless, or an earlier save that this one confirms.
             spooled = self._spool.held(key.digest)
             return Upload(key.digest, 0, key, (header, pieces), spooled, began_s=job.began_s)
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
@@ -458,7 +456,7 @@ class SaveQueue:
     # -- the loop's thread -------------------------------------------------------------------
 
     def _upload_ended(self, upload: Upload, stored: bool) -> None:
-        self._blocked_in_outage_s = 0.0  # the bucket answered; it is asked until it does
+        self._blocked_in_outage_s = 0.0  # the bucket answered; uploads retry until it does
         identifier = upload.key.identifier if upload.key is not None else ""
         self._end_save(identifier, stored=stored, adopted=upload.adopted)
 

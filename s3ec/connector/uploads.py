@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second half of a save: from the spool to the bucket, and from there into the index.
 
-It serves this process's own saves and what dead processes left. Each is written as an object, once,
-after the bucket's records allow it. Then it is announced, and kept in the spool until the
+It serves this process's own saves and those left by dead processes. Each is written as an object,
+once, after the bucket's records allow it. Then it is announced, and kept in the spool until the
 announcement is confirmed. ``saves.py`` has the first half, and the life of a save as a whole.
 """
 
@@ -33,18 +33,18 @@ from s3ec.tier.spool import Loaded, Spool, Spooled
 
 log = logging.getLogger(__name__)
 
-# The pause before the second attempt of an upload; then twice as long each time, up to the second
-# figure, whatever the bucket asks for.
+# The pause before the second attempt of an upload. It doubles each time, up to LONGEST_PAUSE_S,
+# whatever the bucket asks for.
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
-# Between two searches for what other processes of this node left when they died.
+# The pause between two searches for saves that dead processes of this node left.
 ADOPT_EVERY_S = 60.0
-# A disk thread unlinks so many in one call, so that others are not held up.
+# A disk thread unlinks this many files in one call, so that other calls are not delayed.
 REMOVED_AT_ONCE = 64
 
 Answer = Literal["stored", "existed", "refused", "bad_object"]
-"""What the bucket made of an embedding. Refused: it may never be stored. Bad object: one that this
-process knows to be bad has its name."""
+"""The bucket's answer to an upload. Refused: it may never be stored. Bad object: an object that
+this process knows to be bad has its name."""
 
 
 @dataclass(slots=True)
@@ -53,14 +53,14 @@ class Upload:
 
     Attributes:
         digest: Its name in the spool.
-        nbytes: Size of its file, which is read when its turn comes; 0 with ``pieces``.
-        key: None for what a dead process left, until its file was read.
-        pieces: Header and object where the disk did not take it; else None.
-        spooled: What the spool holds of it, to be removed in the end; None where it has nothing.
-        adopted: A dead process left it.
-        began_s: When its copy off the device began, monotonic; None where that is not known.
-        answer: The bucket's; None until it has answered.
-        gives_way: It was refused, and others wait: those go first.
+        nbytes: Size of its file, which is read when the upload starts; 0 with ``pieces``.
+        key: None for an adopted one, until its file was read.
+        pieces: Header and object if the disk did not take it; else None.
+        spooled: Its file in the spool, to be removed in the end; None if it has none.
+        adopted: True if a dead process left it.
+        began_s: When its copy off the device began, monotonic; None if not known.
+        answer: The bucket's answer; None until it has answered.
+        gives_way: True if it was refused and others wait: those go first.
     """
 
     digest: bytes
@@ -75,39 +75,40 @@ class Upload:
 
 
 class Uploader:
-    """A queue, and a bounded number of uploads that are tried again until the bucket answers.
+    """A queue, and a bounded number of uploads that are retried until the bucket answers.
 
     States of an upload:
 
     =========  =========  ====================================================================
     state      goes to    when
     =========  =========  ====================================================================
-    (new)      waiting    ``submit`` of what is spooled, or it was adopted from a dead process
-    (new)      active     ``submit`` of what is in memory only
-    waiting    active     its turn has come
-    active     pausing    the bucket did not do its part, or its file cannot be read
+    (new)      waiting    ``submit`` of a spooled one, or it was adopted from a dead process
+    (new)      active     ``submit`` of one that is in memory only
+    waiting    active     there is room for it
+    active     pausing    the bucket failed or refused, or its file cannot be read
     pausing    active     the pause is over
-    pausing    waiting    likewise, it was refused alone, and others wait: behind those
-    any        given up   ``stop``; what is spooled stays for the next process
+    pausing    waiting    the pause is over, only it was refused, and others wait: those go first
+    any        given up   ``stop``; a spooled file stays for the next process
     active     given up   it is refused for good, or a bad object has its name, or its file is
                           bad or gone
-    active     written    the bucket has it; ``ended`` is told
+    active     written    the bucket has it; ``ended`` is called
     written    announced  a delta with its row is confirmed, or the index held the row before
     =========  =========  ====================================================================
 
-    Fresh saves come before adopted ones, which are never more than a quarter of those that are
-    active. Requests leave a quarter of ``max_concurrency`` to fetches. While a file is read no
-    request is taken up, so what hangs in the disk holds up nothing that is in memory.
+    Fresh saves come before adopted ones, which take at most a quarter of the active slots. Uploads
+    leave a quarter of ``max_concurrency`` to fetches. Reading a file takes no request slot, so a
+    disk that hangs delays no upload from memory.
 
     Uploads and hooks never wait for announcements. Memory holds a key and some numbers per
     embedding meanwhile. A process that ends in between leaves the spooled file; the next one finds
-    the object in the bucket, and announces it. ``_leave_spool`` says when a file goes.
+    the object in the bucket, and announces it. ``_leave_spool`` says when a file is removed.
 
     The namespace's descriptor is written before the first object, and again SETTLED_S after that,
     since `s3ec ns rm` may have deleted it.
 
     Attributes:
-        unannounced: How many are in the bucket and not announced yet; from another thread, about.
+        unannounced: Number of objects in the bucket that are not announced yet; approximate if
+            read from another thread.
     """
 
     def __init__(
@@ -120,13 +121,13 @@ class Uploader:
         announced: Callable[[], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Start looking for what dead processes left, now and every minute.
+        """Start to search for saves of dead processes, now and every minute.
 
         Args:
-            inflight_bytes: Of spooled files in memory at a time; a larger one goes alone.
-            ended: Called in the loop's thread once per upload, also when the loop ends; True
-                where the bucket took it. Must not wait.
-            announced: Called there when nothing is unannounced any more. Must not wait.
+            inflight_bytes: Bytes of spooled files in memory at a time; a larger file goes alone.
+            ended: Called in the loop's thread once per upload, also when the loop ends; True if
+                this upload stored the object. Must not wait.
+            announced: Called there once all objects are announced. Must not wait.
             clock: Seconds since the epoch.
         """
         self._loop = node.loop
@@ -148,7 +149,7 @@ class Uploader:
             pause_s=PAUSE_S,
         )
         self.unannounced = 0
-        # The rest is the fetches': requests wait for those, and uploads may hang for long.
+        # The rest is for fetches: requests wait for those, and uploads may hang for long.
         self._max_active = max(1, (most := node.settings.max_concurrency) - most // 4)
         self._max_adopted = max(1, most // 4)
         self._adopting = True
@@ -159,7 +160,7 @@ class Uploader:
         self._adopted: deque[Upload] = deque()
         self._active: dict[asyncio.Task[None], Upload] = {}
         self._removable: list[Spooled] = []
-        # Of writing objects.
+        # State of writing objects.
         self._preparing = asyncio.Lock()
         self._store: Store | None = None
         self._described_s = -math.inf
@@ -177,30 +178,30 @@ class Uploader:
         self._loop.call(self._enqueue, upload)
 
     def stop_adopting(self) -> None:
-        """Look no more; what was found is still uploaded."""
+        """Stop searching for saves of dead processes; those found are still uploaded."""
         self._adopting = False
 
     def flush(self) -> None:
-        """Announce what waits for that at once, whatever failed before; never waits."""
+        """Send pending announcements at once, whatever failed before; never waits."""
         with suppress(RuntimeError):  # the loop has ended already
             self._loop.call(self._announcer.send_soon)
 
     def stop(self) -> None:
-        """Break off what is under way; returns at once. What is spooled stays there."""
+        """Cancel the running uploads; returns at once. Spooled files stay there."""
         self._adopting = False
         with suppress(RuntimeError):  # the loop has ended already
             self._loop.call(self._cancel)
 
     @property
     def adopted_left(self) -> int:
-        """How many of those are not in the bucket yet; from another thread, about."""
+        """Number of adopted saves that are not in the bucket yet; approximate in other threads."""
         return len(self._adopted) + sum(up.adopted for up in list(self._active.values()))
 
     # -- the loop's thread -------------------------------------------------------------------
 
     def _cancel(self) -> None:
         self._stopped = True
-        self._announcer.close()  # what is spooled stays there
+        self._announcer.close()  # spooled files stay there
         self._fresh.clear()
         self._adopted.clear()
         for task in self._active:
@@ -226,7 +227,7 @@ class Uploader:
             self._start_some()
 
     def _start_some(self) -> None:
-        """Start what is spooled, as far as there is room for it."""
+        """Start uploads of spooled files while there is room."""
         while self._fresh or self._adopted:
             active = [up for up in self._active.values() if up.pieces is None]
             adopted = sum(up.adopted for up in active)
@@ -264,7 +265,7 @@ class Uploader:
                 self._ended(upload, stored)
                 if work is not None:
                     self._end_span(work, upload)
-        # Not reached when the loop ends: then nothing more is to be started.
+        # Not reached when the loop ends: then no upload may start.
         self._start_some()
 
     def _end_span(self, work: Work, upload: Upload) -> None:
@@ -298,7 +299,7 @@ class Uploader:
 
         Returns:
             The header if this stored the object. None if it existed or was refused, or if its file
-            cannot be had.
+            is not available.
         """
         backoff: Backoff | None = None
         while True:
@@ -315,7 +316,7 @@ class Uploader:
                 asked_s = getattr(exc, "retry_after_s", None) or 0.0
                 is_alone = isinstance(exc, AccessError) and not exc.is_general
             if is_alone and upload.pieces is None and (self._fresh or self._adopted):
-                # Such as one larger than a proxy takes: a few of them would hold all places.
+                # For example, larger than a proxy accepts: a few such would take all slots.
                 await asyncio.sleep(LONGEST_PAUSE_S)
                 upload.gives_way = True
                 return None
@@ -323,14 +324,14 @@ class Uploader:
             await asyncio.sleep(max(backoff.next_s(), min(asked_s, LONGEST_PAUSE_S)))
 
     async def _attempt(self, upload: Upload) -> Header | None:
-        """Do what was not done yet. Returns what ``_until_answered`` does."""
+        """Do the steps that are not done yet. Returns what ``_until_answered`` does."""
         if upload.pieces is not None and upload.key is not None:
             key, (header, pieces) = upload.key, upload.pieces
         else:
             loaded = await self._loop.disk(self._read, upload)
             if loaded is None:
                 return None
-            # Of an adopted one vLLM's name may not be known; it is of one's own.
+            # An adopted save may not know vLLM's name; an own save does.
             key = upload.key = upload.key or loaded.key
             header, pieces = loaded.header, [loaded.blob]
         is_kept = False
@@ -343,13 +344,13 @@ class Uploader:
             nbytes = sum(memoryview(piece).nbytes for piece in pieces)
             is_kept = self._announce(upload, key, nbytes)
         spooled = upload.spooled
-        # A later save may have replaced the file. Then the disk, which may hang, is not waited for.
+        # A later save may have replaced the file. Then do not wait for the disk, which may hang.
         if spooled is not None and not is_kept and self._spool.holds(spooled):
             await self._leave_spool([spooled])
         return header if upload.answer == "stored" else None
 
     def _read(self, upload: Upload) -> Loaded | None:
-        """Read an embedding back from the spool; blocking. None where it cannot be had any more.
+        """Read an embedding back from the spool; blocking. None if it is gone or bad.
 
         Raises:
             TierError: The disk did not answer.
@@ -358,7 +359,7 @@ class Uploader:
         if loaded is None and upload.key is not None and not self._loop.closed:
             self._counters.add("save_problem.vanished")
             log.error("embedding %s vanished from the disk", upload.digest.hex())
-            # Nobody shall be served here what no other node will get.
+            # Do not serve here an entry that no other node will get.
             self._sources.residents.discard(upload.digest)
             self._sources.tier.entries.drop_bad(upload.key, "vanished from the spool")
         return loaded
@@ -371,7 +372,7 @@ class Uploader:
         """Write one object, unless it exists.
 
         Raises:
-            UnavailableError, AccessError: The bucket did not do its part; it may later.
+            UnavailableError, AccessError: The bucket failed or refused; it may succeed later.
         """
         store = await self._prepared()
         mine = Record(header.shape.width, header.shape.dtype)
@@ -392,14 +393,14 @@ class Uploader:
             if not self._index.is_bad(key):
                 self._counters.add("save.existed")
                 return "existed"
-            self._counters.add("save_problem.bad_object")  # the fetch that found it named it
+            self._counters.add("save_problem.bad_object")  # the fetch that found it logged it
             return "bad_object"
         return "stored"
 
     async def _prepared(self) -> Store:
-        """The store for writing, which knows by then whether the server obeys conditional writes.
+        """Return the store for writing, once conditional writes of the server were checked.
 
-        The namespace was described.
+        The namespace's descriptor is written by then.
         """
         async with self._preparing:
             if self._store is None:
@@ -416,16 +417,16 @@ class Uploader:
     # -- the loop's thread: from the bucket into the index ------------------------------------
 
     def _announce(self, upload: Upload, key: Key, nbytes: int) -> bool:
-        """Have one announced that is in the bucket, without waiting for that.
+        """Queue the announcement of an object in the bucket, without waiting for it.
 
-        Where this upload did not put it there, it is somebody's of the same name: of the same
-        shape, but perhaps of other last digits.
+        If this upload did not store it, another process did, under the same name: with the same
+        shape, but perhaps with other last digits of its values.
 
         Args:
-            nbytes: Of the whole object.
+            nbytes: Size of the whole object.
 
         Returns:
-            Whether the spool keeps it until the announcement is confirmed.
+            True if the spool keeps it until the announcement is confirmed.
         """
         index, mine = self._index, upload.answer == "stored"
         # It may have been found bad since the bucket answered.
@@ -437,19 +438,19 @@ class Uploader:
         self.unannounced += 1
         self._announcer.add(key, nbytes, partial(self._answered, kept))
         if mine:
-            # Not where it was there before: an entry that this process holds for gone or bad may
-            # be the very one, and would be fetched in vain at every request.
+            # Not if it existed before: this process may know that very object as missing or bad,
+            # and every request would fetch it without result.
             index.add(key, nbytes)
         return kept is not None
 
     def _answered(self, kept: Spooled | None, confirmed: bool) -> None:
-        """The announcement is in the bucket, or was given up as the loop ends."""
+        """Process an announcement that is in the bucket, or was given up as the loop ends."""
         if confirmed and kept is not None:
             self._removable.append(kept)
-            if len(self._removable) == 1:  # all of a batch are told of before this begins
+            if len(self._removable) == 1:  # it starts only after all of a batch were added
                 self._loop.submit(self._remove_confirmed())
             return
-        if not confirmed and kept is None:  # what is spooled is left to the next process
+        if not confirmed and kept is None:  # a spooled one is left to the next process
             self._counters.add("announce_dropped")
         self._settle(1)
 
@@ -461,7 +462,7 @@ class Uploader:
             self._settle(len(batch))
 
     async def _leave_spool(self, entries: Sequence[Spooled]) -> None:
-        """Remove some entries from the spool: the only way out of it for what was uploaded.
+        """Remove some entries from the spool: the only way out of it for uploaded entries.
 
         An entry leaves when one of these is true, and not before:
 
