@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM this is and which connector hooks it has; looked up once, said in one line."""
+"""Detects the vLLM release and its connector hooks, once, and logs them in one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from vllm import __version__ as _vllm_version
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 
-# Before it nobody tells when a request ends, so what is kept of requests would only grow.
+# Older releases do not report the end of a request, so the state of requests would only grow.
 OLDEST = (0, 26)
 NEWEST_TESTED = (0, 33)
 
@@ -23,7 +23,7 @@ _REQUIRED_HOOKS = (
     "build_connector_meta",
     "request_finished",
 )
-# Hooks that not every supported release has, and what is lost without them.
+# Hooks that not every supported release has, and what is lost if they are missing.
 OPTIONAL_HOOKS = {
     "build_connector_worker_meta": "files are closed by time, not by the worker's report",
     "take_unavailable_requests": "a request without pixels waits until its client gives up",
@@ -33,25 +33,25 @@ OPTIONAL_HOOKS = {
 
 
 def vllm_version() -> str:
-    """vLLM's own version string."""
+    """Return vLLM's own version string."""
     return str(_vllm_version)
 
 
 def release(version: str) -> tuple[int, int] | None:
-    """Major and minor of a version string; None for one that does not start with them."""
+    """Return major and minor of a version string; None if it does not start with them."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found.group(1)), int(found.group(2))) if found else None
 
 
 @functools.cache
 def installed_hooks() -> dict[str, bool]:
-    """Every hook s3ec can use and whether the installed vLLM's base class declares it."""
+    """Map every hook that s3ec can use to True if the installed vLLM's base class declares it."""
     declared = {name for name, _ in inspect.getmembers(ECConnectorBase, inspect.isfunction)}
     return {name: name in declared for name in (*_REQUIRED_HOOKS, *OPTIONAL_HOOKS)}
 
 
 def release_problem() -> str | None:
-    """Why s3ec cannot work with this vLLM; None if it can."""
+    """Return why s3ec cannot work with this vLLM; None if it can."""
     this = release(vllm_version())
     if this is None or this >= OLDEST:
         return None
@@ -63,7 +63,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def summary() -> str:
-    """One line for the log: version, and what the missing hooks cost."""
+    """Return one line for the log: version, and what the missing hooks cost."""
     missing = [name for name, there in installed_hooks().items() if not there]
     line = f"vLLM {vllm_version()}"
     this = release(vllm_version())
@@ -74,7 +74,7 @@ def summary() -> str:
 
 
 def current_device() -> torch.device:
-    """The device of this worker's model."""
+    """Return the device of this worker's model."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -84,9 +84,9 @@ def current_device() -> torch.device:
 
 
 def device_name() -> str:
-    """The name of what computes here, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
+    """Return the name of the computing device, such as ``NVIDIA H100 80GB HBM3`` or ``cpu``.
 
-    The kind alone where it has no name, or the driver does not tell.
+    Only its kind if it has no name, or the driver does not report it.
     """
     from vllm.platforms import current_platform
 
@@ -98,7 +98,7 @@ def device_name() -> str:
 
 @functools.cache
 def made_by() -> str:
-    """What embeddings are made with here: the releases and the device that decide their values."""
+    """Describe the releases and the device that decide the values of embeddings made here."""
     found = {
         "vllm": vllm_version(),
         **{name: _installed(name) for name in ("transformers", "torch", "pillow")},
@@ -117,10 +117,10 @@ def _installed(name: str) -> str:
 
 @functools.cache
 def loading_rank() -> int:
-    """This worker's number among those that load; 0 is the one that saves.
+    """Return this worker's number among those that load; 0 is the one that saves.
 
-    vLLM makes worker connectors after it set the ranks up. The number never changes, and asking
-    vLLM is a good part of what a save costs beside its copy.
+    vLLM creates worker connectors after it set the ranks up. The number never changes; it is cached
+    since asking vLLM is a good part of a save's cost besides the copy.
     """
     from vllm.distributed import parallel_state
 
@@ -133,7 +133,7 @@ def loading_rank() -> int:
 
 
 def can_pin_memory() -> bool:
-    """Whether pinned host memory is to be had here; WSL has none."""
+    """Return True if pinned host memory is available here; WSL has none."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_pin_memory_available())

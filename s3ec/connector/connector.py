@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """S3ECConnector: a shell that routes vLLM's hooks to a scheduler half or a worker half.
 
-vLLM makes one instance per role and process. Signatures follow vLLM 0.26 to 0.33; hooks that
-a release lacks are simply never called.
+vLLM creates one instance per role and process. Signatures follow vLLM 0.26 to 0.33; a release
+does not call hooks that it does not have.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _FAILED = "%s failed; the request is served without the cache"
 
 
 def guarded(default: Any = None, *, fallback: Callable[..., Any] | None = None) -> Callable[[F], F]:
-    """Let no exception of ours out of a hook: vLLM would end the engine.
+    """Decorate a hook so that none of our exceptions leaves it: vLLM would end the engine.
 
-    A fault is logged with its traceback and counted where the object's ``parts`` have a node. The
-    answer is then what a miss would answer. BaseException counts too: Rust's panics are none of
-    Exception's, and neither is a cancellation. What a signal handler raises passes.
+    A fault is logged with its traceback, and counted if the object's ``parts`` have a node. The
+    hook then returns the same as for a miss. BaseException counts too: Rust's panics and
+    cancellations are no subclasses of Exception. Exceptions of signal handlers pass.
 
     In a forked child of the process that made the node, the hook is not called at all.
 
     Args:
-        default: The answer then; the caller must not change it.
-        fallback: Makes the answer instead, from the hook's arguments. Children call it too, so it
-            touches neither the node nor a lock. If it fails, ``default`` is the answer.
+        default: The result after a fault; the caller must not change it.
+        fallback: Makes the result instead, from the hook's arguments. Children call it too, so it
+            touches neither the node nor a lock. If it fails, ``default`` is the result.
     """
 
     def wrap(hook: F) -> F:
@@ -89,9 +89,9 @@ def _count(node: Any) -> None:
 
 
 def fatal(hook: F) -> F:
-    """For a hook that must raise where it failed: an Exception, which vLLM reports as its own.
+    """Decorate a hook that must raise if it fails: an Exception, which vLLM reports as its own.
 
-    Rust's panics and cancellations pass by ``except Exception``, and end a process in silence.
+    ``except Exception`` misses Rust's panics and cancellations, which end a process silently.
     """
 
     @functools.wraps(hook)
@@ -114,7 +114,7 @@ class S3ECMetadata(ECConnectorMetadata):
 
 
 class S3ECWorkerMetadata(ECConnectorWorkerMetadata):
-    """The workers' reports on their way to the scheduler; always true, or vLLM drops it."""
+    """The workers' reports on their way to the scheduler; always truthy, or vLLM drops it."""
 
     def __init__(self, report: WorkerReport) -> None:
         self.report = report
@@ -126,7 +126,7 @@ class S3ECWorkerMetadata(ECConnectorWorkerMetadata):
 
 
 def _decode_tokens(scheduler_output: Any) -> int:
-    """What a step would schedule if every request of it only decoded: one token, and drafts."""
+    """Count a step's tokens as if each of its requests only decoded: one token, and drafts."""
     drafts = scheduler_output.scheduled_spec_decode_tokens.values()
     return len(scheduler_output.num_scheduled_tokens) + sum(map(len, drafts))
 
@@ -135,7 +135,7 @@ class S3ECConnector(ECConnectorBase):
     """vLLM's encoder cache in an S3 bucket, with a disk tier on this node.
 
     Attributes:
-        parts: The half that the hooks are for, and its node.
+        parts: The half that the hooks route to, and its node.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class S3ECConnector(ECConnectorBase):
 
         Args:
             vllm_config: vLLM's VllmConfig.
-            role: Which half.
-            parts: Made already; None, as vLLM has it, makes them.
+            role: Selects the half.
+            parts: Existing parts; None, as vLLM calls it, makes them.
 
         Raises:
             ConfigError: The settings or vLLM's configuration cannot work; names what to change.
         """
         super().__init__(vllm_config=vllm_config, role=role)
-        # What cannot be encoded, where there is no scheduler half to say so or it has failed.
+        # Requests that cannot be encoded, if there is no scheduler half or it has failed.
         self._unavailable: set[str] = set()
         self.parts = parts or Parts(vllm_config)
         is_scheduler = role is ECConnectorRole.SCHEDULER
@@ -162,7 +162,7 @@ class S3ECConnector(ECConnectorBase):
         except (ConfigError, *PASS_THROUGH):
             raise
         except BaseException:
-            # Whatever else it is, images can be encoded without us.
+            # After any other failure, images can still be encoded without us.
             lost = "this worker reads by itself what is granted, and saves nothing"
             lost = "this engine runs without the cache" if is_scheduler else lost
             log.exception("s3ec could not start; %s", lost)
@@ -173,12 +173,12 @@ class S3ECConnector(ECConnectorBase):
     # -- scheduler side ----------------------------------------------------------------------
 
     def _can_encode(self, request: Any) -> bool:
-        """Without us: encode, but never what came without pixels to encode."""
+        """Return True if the request can be encoded without us: no feature lacks its pixels."""
         features = self.parts.features
         return features is None or not any(map(features.needs_embedding, request.mm_features))
 
     def _without_us(self, request: Any, *_: Any, **__: Any) -> bool:
-        """As _can_encode; what cannot be encoded fails, or it would wait for ever."""
+        """As _can_encode; fail a request that cannot be encoded, or it would wait for ever."""
         if self._can_encode(request):
             return True
         self._unavailable.add(request.request_id)
@@ -187,10 +187,10 @@ class S3ECConnector(ECConnectorBase):
     def ensure_cache_available(
         self, request: Any, num_computed_tokens: int, *_: Any, **__: Any
     ) -> bool:
-        """Whether the request can be scheduled; False while its embeddings are on their way.
+        """Return True if the request can be scheduled; False while its embeddings are fetched.
 
-        vLLM asks for each waiting request in each pass, so what it was told before comes first: a
-        few looks into memory, with no guard around them. In a forked child no pass is open.
+        vLLM asks for each waiting request in each pass, so the cached decision comes first: a few
+        reads of memory, without a guard. In a forked child no pass is open.
         """
         waits = self._waits
         if waits is not None and waits.repeats(request.request_id, num_computed_tokens):
@@ -202,18 +202,18 @@ class S3ECConnector(ECConnectorBase):
         scheduler = self.parts.scheduler
         if scheduler is not None:
             return scheduler.ensure_cache_available(request, num_computed_tokens)
-        # All that a decoding request had to show is in the KV cache: no look at its features.
+        # All inputs of a decoding request are in the KV cache: do not read its features.
         return num_computed_tokens >= request.num_prompt_tokens or self._without_us(request)
 
     @guarded(default=False)
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether this embedding is verified and held open on this node."""
+        """Return True if this embedding is verified and held open on this node."""
         scheduler = self.parts.scheduler
         return scheduler is not None and scheduler.has_cache_item(identifier)
 
     @guarded()
     def update_state_after_alloc(self, request: Any, index: int) -> None:
-        """The item was given room in the device's encoder cache."""
+        """Note that the item got room in the device's encoder cache."""
         scheduler = self.parts.scheduler
         if scheduler is not None:
             scheduler.update_state_after_alloc(request, index)
@@ -223,7 +223,7 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded(fallback=_no_orders)
     def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
-        """The step's orders for the workers."""
+        """Return the step's orders for the workers."""
         scheduler = self.parts.scheduler
         if scheduler is None:
             return self._no_orders()
@@ -245,7 +245,7 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded()
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the workers' report."""
+        """Process the workers' report."""
         scheduler = self.parts.scheduler
         metadata = getattr(connector_output, "ec_connector_worker_meta", None)
         if scheduler is not None and isinstance(metadata, S3ECWorkerMetadata):
@@ -254,23 +254,23 @@ class S3ECConnector(ECConnectorBase):
                 self.parts.metrics.on_report(metadata.report.levels)
 
     def _take_unavailable(self) -> set[str]:
-        """Those that no half has named."""
+        """Return the unavailable requests that no half has returned."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
     @guarded(fallback=_take_unavailable)
     def take_unavailable_requests(self) -> set[str]:
-        """Requests without pixels whose embedding cannot be had; vLLM fails them."""
+        """Return requests without pixels whose embedding is not available; vLLM fails them."""
         scheduler = self.parts.scheduler
         taken = set() if scheduler is None else scheduler.take_unavailable_requests()
         return taken | self._take_unavailable()
 
     @guarded(default=(False, None))
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended; the release of its blocks is never delayed.
+        """End a request; the release of its blocks is never delayed.
 
         Returns:
-            Also what an encoder instance answers with: its items by identifier, for the
+            False, and for an encoder instance its items by identifier, for the
             ``ec_transfer_params`` of the request to the language instance.
         """
         scheduler, features = self.parts.scheduler, self.parts.features
@@ -284,7 +284,7 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded()
     def get_ec_connector_stats(self) -> Any:
-        """Counts since the last call; the workers' come with their reports."""
+        """Return the counts since the last call; the workers' counts come with their reports."""
         metrics = self.parts.metrics
         fresh = None if metrics is None else metrics.news()
         if not fresh:
@@ -296,7 +296,7 @@ class S3ECConnector(ECConnectorBase):
     @classmethod
     @guarded()
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        """For vLLM's own line in the log: nothing, since ours would say the same (metrics.py)."""
+        """Return empty stats for vLLM's own log line: ours says the same (metrics.py)."""
         from s3ec.connector.stats import S3ECStats
 
         return S3ECStats()
@@ -310,7 +310,7 @@ class S3ECConnector(ECConnectorBase):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        """The counters on /metrics."""
+        """Return the counters on /metrics."""
         from s3ec.connector.stats import S3ECPromMetrics
 
         return S3ECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -318,7 +318,7 @@ class S3ECConnector(ECConnectorBase):
     # -- worker side -------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
-        """Take the step's orders; the first ones name the namespace."""
+        """Take the step's orders; the first ones carry the namespace's weights."""
         super().bind_connector_metadata(connector_metadata)
         plan = self._plan()
         if plan is not None and plan.weights and plan.weights != self.parts.weights:
@@ -333,7 +333,7 @@ class S3ECConnector(ECConnectorBase):
         return metadata.plan if isinstance(metadata, S3ECMetadata) else None
 
     def _own_worker(self) -> WorkerHalf | None:
-        """The worker half; None in a forked child of the process that made it."""
+        """Return the worker half; None in a forked child of the process that made it."""
         node = self.parts.node
         is_foreign = node is not None and node.process != runtime.process_number
         return None if is_foreign else self.parts.worker
@@ -343,8 +343,8 @@ class S3ECConnector(ECConnectorBase):
         """Put the granted embeddings into the encoder cache.
 
         Raises:
-            RuntimeError: One of them can be had neither from its file nor from the bucket; the
-                engine cannot go on without it. A worker without its half asks no bucket.
+            RuntimeError: One of them cannot be read from its file or from the bucket; the engine
+                cannot continue without it. A worker without its half asks no bucket.
         """
         plan, worker = self._plan(), self._own_worker()
         if plan is None:
@@ -358,18 +358,18 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded()
     def finish_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
-        """The encoder has run (vLLM after 0.33); loads are complete since start_load_caches."""
+        """Note that the encoder ran (vLLM after 0.33); loads ended with start_load_caches."""
         self._encoder_ended()
 
     @guarded(fallback=lambda _: [])
     def externally_loaded_hashes(self) -> list[str]:
-        """What this step loads: nothing that a producer has to save (vLLM after 0.33)."""
+        """Return what this step loads: a producer need not save it (vLLM after 0.33)."""
         plan = self._plan()
         return [] if plan is None else [load.identifier for load in plan.loads]
 
     @guarded()
     def start_save_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
-        """Store what the device holds and the corpus lacks (vLLM 0.30 and newer)."""
+        """Store embeddings that the device holds and the corpus lacks (vLLM 0.30 and newer)."""
         plan, worker = self._plan(), self.parts.worker
         if worker is not None and plan is not None:
             worker.start_save_caches(encoder_cache, plan)
@@ -383,7 +383,7 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded(default=(None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The encoder has run, where there was something to encode. Nothing is ever sent."""
+        """Note that the encoder ran, if it had to. There are never finished transfers."""
         self._encoder_ended()
         return None, None
 
@@ -394,7 +394,7 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded()
     def build_connector_worker_meta(self) -> Any:
-        """What this worker did since its last report."""
+        """Return this worker's report since the last one; None if nothing happened."""
         worker = self.parts.worker
         if worker is None and self.parts.has_other_weights:
             return S3ECWorkerMetadata(WorkerReport(has_other_weights=True))
@@ -405,16 +405,16 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded()
     def weights_may_have_changed(self, what: str, *, was_reset: bool) -> None:
-        """Stop, unless told otherwise: what is stored was made by the weights of the start.
+        """Stop, unless configured otherwise: the namespace holds for the weights of the start.
 
-        A reset alone says nothing of the weights where a fingerprint names them: whoever changes
-        them calls into the workers. It ends the cache where the model's name stands for them.
+        A reset alone does not mean new weights if a fingerprint names them: a change of weights
+        also calls into the workers. It stops the cache if the model's name stands for them.
 
         Called between two scheduling passes; not a hook of vLLM's, see live_weights.
 
         Args:
             what: What happened to the engine, for the log.
-            was_reset: vLLM's encoder cache is empty now.
+            was_reset: True if vLLM's encoder cache is empty now.
         """
         scheduler, node = self.parts.scheduler, self.parts.node
         if scheduler is None or node is None:
@@ -436,7 +436,7 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded()
     def prefix_is_replayed(self, tokens: int) -> None:
-        """vLLM computes the last tokens of a prefix hit again; not a hook, see live_weights."""
+        """Note how many last tokens of a prefix hit vLLM computes again; see live_weights."""
         if self.parts.scheduler is not None:
             self.parts.scheduler.replay_tokens = tokens
 

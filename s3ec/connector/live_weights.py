@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices what happens in an engine and no hook tells: weights that may have changed, and more.
+"""Detects events of an engine that no hook reports: weights that may have changed, and more.
 
 A namespace covers the weights that were loaded at the start. vLLM can change them later
-(reinforcement learning, `reload_weights`, `apply_model`). No release from 0.26 to 0.33 tells an
-encoder-cache connector of it. All of these ways go through one of three methods of the process that
+(reinforcement learning, `reload_weights`, `apply_model`). No release from 0.26 to 0.33 reports this
+to an encoder-cache connector. All of these ways go through one of three methods of the process that
 schedules, called between two passes of the scheduler (vLLM 0.32, `v1/engine/core.py` and
 `v1/core/sched/scheduler.py`):
 
@@ -12,12 +12,12 @@ schedules, called between two passes of the scheduler (vLLM 0.32, `v1/engine/cor
 * ``Scheduler.reset_encoder_cache``: the device's embeddings are gone. Pausing with cleared caches
   and sleeping come here too, with the weights as they were.
 
-They are wrapped once per process, and each call is passed on unchanged. What goes past all three, a
-caller that writes into the workers' memory by itself, is not seen.
+They are wrapped once per process, and each call is passed on unchanged. A caller that bypasses all
+three, by writing into the workers' memory itself, is not detected.
 
-``Scheduler.add_request`` is wrapped in releases with bounded replay (0.32 and newer): how many
-tokens of a prefix hit vLLM computes again stands in the scheduler alone, which is ready only after
-it has made its connector.
+``Scheduler.add_request`` is wrapped in releases with bounded replay (0.32 and newer): only the
+scheduler knows how many tokens of a prefix hit vLLM computes again, and it is ready only after it
+has made its connector.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 # vLLM's own calls into the workers that leave the weights as they are. All others may change them:
-# most do so for a living, `get_model` hands the model out, and nobody can say what a function or an
-# extension of the worker does, whatever it is called.
+# most exist for that, `get_model` returns the model itself, and a function or an extension of the
+# worker may do anything, whatever its name.
 _HARMLESS = frozenset((
     "add_lora", "check_health", "compute_weight_checksums", "get_cache_block_size_bytes",
     "get_compilation_match_table", "get_encoder_timing_stats", "get_kv_cache_spec",
@@ -44,7 +44,7 @@ _MARK = "__s3ec_watches__"
 
 
 def watch() -> None:
-    """Wrap these methods, unless that was done. Engines without s3ec are not touched."""
+    """Wrap these methods, unless they are wrapped already. Engines without s3ec are not touched."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 

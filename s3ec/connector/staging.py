@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embeddings between host memory and the model's device: one interface, two kinds of device.
+"""Moves embeddings between host memory and the model's device: one interface, two implementations.
 
-``HostStaging`` serves engines on the CPU, ``AcceleratorStaging`` whatever has streams and events
+``HostStaging`` serves engines on the CPU, ``AcceleratorStaging`` devices with streams and events
 (cuda, xpu, npu). All that depends on torch's device modules is in ``Accelerator``. Host memory
-comes from a pool that is bounded in bytes; what a copy still uses is not handed out again.
+comes from a pool that is bounded in bytes; a buffer that a copy still uses is not reused.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import torch
 from s3ec.codec import Shape
 
 _SMALLEST_BYTES = 64 * 1024
-# The engine may be who waits.
+# Short, since the waiting thread may be the engine's.
 PATIENCE_S = 1.0
 # Pinned memory for loads: enough to keep a PCIe link busy while the next files are read.
 LOAD_BUFFER_BYTES = 128 * 2**20
-# Kept for the next saves; what is in use is bounded by the save queue.
+# Kept for the next saves; the save queue bounds the buffers in use.
 SAVE_IDLE_BYTES = 64 * 2**20
 
 
-# A place in a stream of device work, as torch's device modules offer it: `query` says whether all
-# before it has happened, `synchronize` waits for that, off the GIL.
+# A point in a stream of device work, from torch's device modules: `query` is True once all work
+# before it is done, `synchronize` waits for that, off the GIL.
 Event = Any
 
 
 class Buffer:
-    """Host memory, and the last way that somebody looked at it.
+    """Host memory, and the last tensor view of it.
 
     Attributes:
         memory: uint8 tensor on the CPU, contiguous, aligned for any dtype.
@@ -47,17 +47,17 @@ class Buffer:
         """Wrap some memory.
 
         Args:
-            seen: What the next user is likely to ask ``values`` for.
+            seen: The view that the next user is likely to ask ``values`` for.
         """
         self.memory = memory
         self.nbytes = memory.numel()
         self._seen = seen
 
     def values(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Its beginning as a tensor.
+        """Return the start of the buffer as a tensor.
 
-        Kept for the next user, who mostly has the same shape: cold, the views of a tensor take
-        longer than many a copy of one.
+        The view is kept for the next user, who mostly needs the same shape: with cold caches,
+        making a view takes longer than many copies of a tensor.
         """
         seen = self._seen
         if seen is None or seen.dtype is not dtype or seen.shape != shape:
@@ -68,32 +68,32 @@ class Buffer:
 
 
 def bytes_of(memory: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 tensor on the CPU, to be written to; keeps it alive."""
+    """Return the writable bytes of a contiguous uint8 tensor on the CPU; keeps the tensor alive."""
     array: Any = memory.numpy()
     return memoryview(array).cast("B")
 
 
 class HostPool:
-    """Buffers of host memory that are taken, and given back for the next taker. Thread-safe.
+    """Buffers of host memory that are taken, and given back for reuse. Thread-safe.
 
     States of a buffer:
 
     =======  =======  ===================================================================
     state    goes to  when
     =======  =======  ===================================================================
-    (new)    taken    ``take`` finds no idle one of its size; past the limit only after it
-                      has waited for one in vain
+    (new)    taken    ``take`` finds no idle one of its size; above the limit only after its
+                      wait for one timed out
     taken    idle     ``give``, and no copy uses it
     taken    flying   ``give`` with the event that ends its last copy
-    taken    (gone)   ``leak``: somebody may use it still, so it is never reused
+    taken    (gone)   ``leak``: it may still be in use, so it is never reused
     flying   idle     that event has happened, as seen by the next ``take``
-    idle     taken    ``take``; the one that was given back last goes first
+    idle     taken    ``take``; the one that was given back last is reused first
     idle     (freed)  too many bytes are idle, or their room is needed for another size
     =======  =======  ===================================================================
 
     Page faults and pinning cost more than the copies themselves; reused memory has neither.
-    Sizes are powers of two, so that embeddings of different rows share buffers (torch rounds
-    pinned memory up in the same way, and of other memory the rest is never touched).
+    Sizes are powers of two, so that embeddings with different rows share buffers (torch rounds
+    pinned memory up in the same way, and the rest of other memory is never touched).
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class HostPool:
         idle_bytes: int,
         limit_bytes: float = math.inf,
     ) -> None:
-        """Nothing is allocated before the first take.
+        """Allocate nothing before the first take.
 
         Args:
-            allocate: Makes a uint8 tensor of so many bytes, aligned for any dtype.
-            idle_bytes: Of unused buffers kept; the rest goes back to the allocator, what was not
-                used for long first.
-            limit_bytes: Of all buffers together, at which ``take`` waits; one larger buffer may
-                be alone. Without one the takers keep to a bound of their own.
+            allocate: Makes a uint8 tensor of the given number of bytes, aligned for any dtype.
+            idle_bytes: Bytes of idle buffers to keep; more are freed, the least recently used
+                first.
+            limit_bytes: Bytes of all buffers together at which ``take`` waits; one larger buffer
+                may be taken alone. If infinite, the callers have a bound of their own.
         """
         self._allocate = allocate
         self._idle_limit_bytes = idle_bytes
@@ -124,20 +124,20 @@ class HostPool:
 
     @property
     def held_bytes(self) -> int:
-        """Of all buffers: taken, waiting for their copies, and idle."""
+        """Bytes of all buffers: taken, waiting for their copies, and idle."""
         with self._changed:
             return self._taken_bytes + self._flying_bytes + self._idle_bytes
 
     def take(self, nbytes: int) -> Buffer:
-        """A buffer of at least ``nbytes``, with what its last user left in it.
+        """Return a buffer of at least ``nbytes``, with arbitrary content.
 
-        Where the limit is reached this waits for a copy to end or for another taker to give
-        back: a taker must not hold one buffer while it takes the next. Where none gives back
-        for ``PATIENCE_S`` they hang in a disk, and the limit is passed by this one: there are
-        few takers.
+        At the limit this waits for a copy to end or for another caller to give a buffer back: a
+        caller must not hold one buffer while it takes the next. If none is given back for
+        ``PATIENCE_S``, the others hang in a disk, and this buffer exceeds the limit: there are
+        few callers.
 
         Returns:
-            As long as the next power of two (64 KiB at least).
+            A buffer whose size is the next power of two (at least 64 KiB).
         """
         size = max(_SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())
         while True:
@@ -167,10 +167,10 @@ class HostPool:
             raise
 
     def give(self, buffer: Buffer, *, after: Event | None = None) -> None:
-        """Give a buffer back; nobody may use it, or a view of it, from here on.
+        """Give a buffer back; the caller must not use it, or a view of it, from here on.
 
         Args:
-            after: Ends the last copy that uses it; it is not reused before.
+            after: Event at the end of the last copy that uses it; it is not reused before.
         """
         with self._changed:
             if after is None:
@@ -182,7 +182,7 @@ class HostPool:
             self._changed.notify_all()
 
     def leak(self, buffer: Buffer) -> None:
-        """Leave a buffer to whoever still uses it: it is never reused, and freed with them."""
+        """Leave a buffer to a thread that still uses it: never reused, freed with its last use."""
         self._untake(buffer.nbytes)
 
     def _untake(self, nbytes: int) -> None:
@@ -191,7 +191,7 @@ class HostPool:
             self._changed.notify_all()
 
     def _collect_locked(self) -> None:
-        """Take in the buffers whose copies have ended; copies of one stream end in order."""
+        """Move buffers whose copies have ended to idle; copies of one stream end in order."""
         while self._flying and self._flying[0][0].query():
             buffer = self._flying.popleft()[1]
             self._flying_bytes -= buffer.nbytes
@@ -203,7 +203,7 @@ class HostPool:
         self._shrink_locked(self._idle_limit_bytes)
 
     def _pop_idle_locked(self, size: int) -> Buffer | None:
-        """The last one given back: it is the likeliest to be in a processor's cache."""
+        """Return the last one given back: it is most likely to be in a processor's cache."""
         for place in reversed(range(len(self._idle))):
             if self._idle[place].nbytes == size:
                 self._idle_bytes -= size
@@ -217,7 +217,7 @@ class HostPool:
 
 
 class HostCopy:
-    """A tensor on its way to the host. Not thread-safe: it wanders from thread to thread."""
+    """A tensor being copied to the host. Not thread-safe: it is handed from thread to thread."""
 
     def __init__(
         self, pool: HostPool, buffer: Buffer, values: torch.Tensor, done: Event | None
@@ -228,7 +228,7 @@ class HostCopy:
         self._done = done
 
     def wait(self) -> torch.Tensor:
-        """The contiguous CPU tensor, when the copy has ended; off the GIL. Not to be kept."""
+        """Wait for the copy, off the GIL; return the contiguous CPU tensor, valid until release."""
         if self._done is not None:
             self._done.synchronize()
         return self._values
@@ -236,45 +236,45 @@ class HostCopy:
     def release(self) -> None:
         """Let the memory be reused; the tensor must not be used from here on. Idempotent.
 
-        A copy that is still under way is waited for by whoever takes the memory next.
+        The memory is not reused before a copy that is still running has ended.
         """
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._pool.give(buffer, after=self._done)
 
     def disown(self) -> None:
-        """Leave the memory to those who use the tensor: it will never be reused."""
+        """Leave the memory to the users of the tensor: it will never be reused."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._pool.leak(buffer)
 
 
 class HostStaging:
-    """The device is the CPU: what was read is the result, a save is one copy. Thread-safe.
+    """Staging for the CPU: the memory read is the result, a save is one copy. Thread-safe.
 
     Attributes:
-        saves: Where buffers for saves come from.
+        saves: Buffers for saves.
     """
 
     def __init__(self) -> None:
         self.saves = HostPool(_empty, idle_bytes=SAVE_IDLE_BYTES)
 
     def take(self, shape: Shape) -> Buffer:
-        """Fresh memory to read one embedding into; it becomes the result."""
+        """Return fresh memory to read one embedding into; it becomes the result."""
         values = torch.empty(shape.rows, shape.width, dtype=getattr(torch, shape.dtype))
         return Buffer(values.view(torch.uint8), values)
 
     def drop(self, buffer: Buffer) -> None:
-        """Nothing: it is freed with its last reference."""
+        """Do nothing: the buffer is freed with its last reference."""
 
     leak = drop
 
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
-        """The memory itself as a tensor, as ``take`` has made it."""
+        """Return the memory itself as a tensor, as made by ``take``."""
         return _values(buffer, shape)
 
     def finish_loads(self, loaded: Iterable[torch.Tensor]) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is running."""
 
     def to_host(self, output: torch.Tensor) -> HostCopy:
         """Copy into reused memory, now."""
@@ -289,72 +289,72 @@ class HostStaging:
 
 
 class Accelerator:
-    """What is asked of a device: the calls that torch.cuda, torch.xpu and their like share."""
+    """A device: the calls that torch.cuda, torch.xpu and similar modules share."""
 
     def __init__(self, device: torch.device, *, can_pin: bool) -> None:
-        """Nothing is allocated yet.
+        """Allocate nothing yet.
 
         Args:
             device: With its index: other threads begin with device 0.
-            can_pin: Whether pinned memory is to be had (WSL has none); copies wait without.
+            can_pin: True if pinned memory is available (not on WSL); without it copies block.
         """
         self.device = device
         self._can_pin = can_pin
         self._module: Any = torch.get_device_module(device)
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        """Pinned host memory; takes about a millisecond."""
+        """Allocate pinned host memory; takes about a millisecond."""
         with self._module.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._can_pin)
 
     def make_stream(self) -> Any:
-        """A stream beside the one that computes."""
+        """Create a stream beside the one that computes."""
         return self._module.Stream(device=self.device)
 
     def current_stream(self) -> Any:
-        """The calling thread's."""
+        """Return the calling thread's stream."""
         return self._module.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Work and allocations inside belong to this stream (and to its device)."""
+        """Run work and allocations inside on this stream (and its device)."""
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy on the stream that ``on`` names."""
+        """Queue a copy on the stream set by ``on``."""
         target.copy_(source, non_blocking=True)
 
     def record(self, stream: Any) -> Any:
-        """An event behind everything queued on a stream; a thread that waits for it sleeps."""
+        """Record an event behind all work queued on a stream; a thread that waits for it sleeps."""
         kind = self._module.Event
         event = kind(blocking=True) if self.device.type == "cuda" else kind()
         event.record(stream)
         return event
 
     def protect(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Keep a tensor's memory from being reused before what is queued on a stream has run."""
+        """Keep a tensor's memory from being reused before the work queued on a stream has run."""
         tensor.record_stream(stream)
 
 
 class AcceleratorStaging:
-    """Through pinned memory, on a side stream for each direction.
+    """Staging through pinned memory, with a side stream for each direction.
 
-    A buffer is reused after the event behind its copy, never earlier. Thread-safe, but for
+    A buffer is reused after the event behind its copy, never earlier. Thread-safe, except
     ``finish_loads``.
 
     Attributes:
-        loads: Where buffers for loads come from; bounded.
-        saves: Where buffers for saves come from.
+        loads: Buffers for loads; bounded.
+        saves: Buffers for saves.
     """
 
     def __init__(
         self, accelerator: Accelerator, *, load_buffer_bytes: int = LOAD_BUFFER_BYTES
     ) -> None:
-        """Streams and buffers are made when first used.
+        """Create the streams; buffers are allocated when first used.
 
         Args:
             accelerator: The device.
-            load_buffer_bytes: Of pinned memory for loads; a larger embedding goes alone.
+            load_buffer_bytes: Bytes of pinned memory for loads; a larger embedding goes alone.
         """
         self._accelerator = accelerator
         allocate = accelerator.allocate_host
@@ -364,34 +364,34 @@ class AcceleratorStaging:
         self._save_stream = accelerator.make_stream()
 
     def take(self, shape: Shape) -> Buffer:
-        """Pinned memory to read one embedding into, at least ``shape.nbytes`` long.
+        """Return pinned memory to read one embedding into, at least ``shape.nbytes`` long.
 
-        May wait for copies to end: no thread may hold two. Ends with ``drop``, ``leak`` or
-        ``to_device``.
+        May wait for copies to end: no thread may hold two buffers. The caller ends its use with
+        ``drop``, ``leak`` or ``to_device``.
         """
         return self.loads.take(shape.nbytes)
 
     def drop(self, buffer: Buffer) -> None:
-        """Give memory back that nothing came of."""
+        """Give back memory that was not used."""
         self.loads.give(buffer)
 
     def leak(self, buffer: Buffer) -> None:
-        """Leave memory to a reader who may write to it still: it is never reused."""
+        """Leave memory to a reader that may still write to it: it is never reused."""
         self.loads.leak(buffer)
 
     def to_device(self, buffer: Buffer, shape: Shape) -> torch.Tensor:
-        """Begin to bring ``shape.nbytes`` of taken memory to the device; takes it over.
+        """Begin to copy ``shape.nbytes`` of taken memory to the device; takes the buffer over.
 
         Returns:
-            Tensor of ``shape`` on the device, aliasing nothing that is reused. Not to be used
+            Tensor of ``shape`` on the device, which aliases no reused memory. Not to be used
             before ``finish_loads``.
         """
         device = self._accelerator
         try:
             values = _values(buffer, shape)
             with device.on(self._load_stream):
-                # Allocated here too: memory that the computing stream has just freed would have
-                # to be waited for.
+                # Allocated on this stream too: else the copy might have to wait for memory that
+                # the computing stream has just freed.
                 target = torch.empty(values.shape, dtype=values.dtype, device=device.device)
                 device.copy(target, values)
                 copied = device.record(self._load_stream)
@@ -402,9 +402,9 @@ class AcceleratorStaging:
         return target
 
     def finish_loads(self, loaded: Iterable[torch.Tensor]) -> None:
-        """Let the calling thread's stream wait for these; the thread itself does not wait.
+        """Let the calling thread's stream wait for these loads; the thread itself does not wait.
 
-        One event for all; the memory stays until the computing stream is through with it.
+        One event for all; the memory stays until the computing stream no longer uses it.
         """
         device = self._accelerator
         computing = device.current_stream()
@@ -427,8 +427,8 @@ class AcceleratorStaging:
             with device.on(self._save_stream):
                 device.copy(values, output)
                 copied = device.record(self._save_stream)
-            # What computes next may write to the output's memory. That takes the device as long as
-            # the copy, and nobody else.
+            # The next computation may write to the output's memory, so it waits for the copy. That
+            # costs the device the time of the copy, and no thread waits.
             computing.wait_event(copied)
             device.protect(output, self._save_stream)
         except BaseException:
@@ -441,10 +441,10 @@ Staging = HostStaging | AcceleratorStaging
 
 
 def open_staging(device: torch.device) -> Staging:
-    """The staging of one device."""
+    """Return the staging of one device."""
     if device.type == "cpu":
         return HostStaging()
-    # Importing vllm takes many seconds, and what stays on the CPU need not have it.
+    # Importing vllm takes many seconds, and the CPU does not need it.
     from s3ec.connector import compat
 
     return AcceleratorStaging(Accelerator(device, can_pin=compat.can_pin_memory()))

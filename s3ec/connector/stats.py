@@ -17,10 +17,10 @@ from s3ec.counters import TIME_BOUNDS_S, Observed, observed
 
 @dataclass
 class S3ECStats(vllm_metrics.ECConnectorStats):
-    """Counter increments since the last report, and what gauges say; by the names of counters."""
+    """Counter increments since the last report, and gauge values; by the names of counters."""
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all values."""
         self.data.clear()
 
     @guarded(default=None)
@@ -32,18 +32,18 @@ class S3ECStats(vllm_metrics.ECConnectorStats):
         return self
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
+        """Return True if there is nothing to report."""
         return not self.data
 
     def reduce(self) -> dict[str, int | float]:
-        """Nothing for vLLM's line in the log: ours says more, on every release."""
+        """Return nothing for vLLM's log line: ours says more, on every release."""
         return {}
 
 
 def _times(bucket: Observed) -> list[float]:
-    """Times that a histogram takes for those that are in one of its buckets: their mean, each."""
+    """Return a time for each observation in a bucket: their mean."""
     mean_s = bucket.seconds / bucket.many if bucket.many else 0.0
-    # Sums of floats are rounded, and the mean must not leave the bucket for that.
+    # Sums of floats are rounded, and this must not move the mean out of the bucket.
     if bucket.number < len(TIME_BOUNDS_S):
         mean_s = min(mean_s, TIME_BOUNDS_S[bucket.number])
     if bucket.number:
@@ -52,7 +52,7 @@ def _times(bucket: Observed) -> list[float]:
 
 
 class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
-    """A Prometheus metric per figure, with vLLM's own labels in front of ours."""
+    """One Prometheus metric per counter or gauge, with vLLM's own labels in front of ours."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             for ours, (name, text) in PLAIN.items()
         }
         self._takers: dict[tuple[str, int], Callable[[float], object] | None] = {}
-        # As it was sent, so that it is right in a reader that starts later. Of several API servers
-        # the one that was told last is right.
+        # Values as they were sent, so that a reader that starts later is right too. Of several API
+        # servers, the one that got the last report is right.
         self._gauges = {
             ours: self._gauge_cls(
                 name=name, documentation=text, labelnames=labelnames, multiprocess_mode="mostrecent"
@@ -95,7 +95,7 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
 
     @guarded(default=None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take one report."""
+        """Add one report to the metrics."""
         for name, amount in transfer_stats_data.items():
             key = name, engine_idx
             if key not in self._takers:
@@ -107,9 +107,9 @@ class S3ECPromMetrics(vllm_metrics.ECConnectorPromMetrics):
             self._observe(bucket, engine_idx)
 
     def _taker(self, name: str, engine_idx: int) -> Callable[[float], object] | None:
-        """What takes a figure of ours for one engine; None where nothing does.
+        """Return the function that takes a value of ours for one engine; None if there is none.
 
-        It is kept: to look for a metric's child costs several times what to count in it does.
+        The caller keeps it: finding a metric's child costs several times as much as an increment.
         """
         values = self.per_engine_labelvalues[engine_idx]
         take: Callable[[float], object] | None = None

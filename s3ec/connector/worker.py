@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker half: brings granted files into the encoder cache, hands encoded tensors to saves.
+"""The worker half: brings granted files into the encoder cache, and queues encoded tensors to save.
 
 It also measures how long the encoder runs, without waiting for the device.
 """
@@ -26,25 +26,25 @@ from s3ec.node import Node
 log = logging.getLogger(__name__)
 
 _NOTHING = WorkerReport()
-# Measurements that no report has carried yet; some releases of vLLM ask for none.
+# Measurements that were not reported yet; some releases of vLLM never ask for a report.
 _MOST_MEASURED = 64
-# Steps whose events have not passed yet. More are dropped: the device hangs, or nobody asks.
+# Steps whose events have not passed yet. More are dropped: the device hangs, or none are taken.
 _MOST_UNDER_WAY = 64
 
 
 class EncodeTimer:
-    """How long the encoder runs in a step. One thread: the model runner's.
+    """Measures how long the encoder runs in a step. One thread: the model runner's.
 
     vLLM's runners call the worker half directly before the encoder runs: with
     ``start_save_caches`` in a producer (0.30 and newer), then ``start_load_caches`` in a consumer.
-    They call it directly after it: with the first ``save_caches`` of what was encoded, and with
-    ``get_finished``. A pure producer before 0.30 measures nothing. So it was in the sources of
+    They call it directly after it: with the first ``save_caches`` of an encoded item, and with
+    ``get_finished``. A pure producer before 0.30 measures nothing. This holds for the sources of
     0.26.0 to 0.32.0, V1 runner and V2 (``v1/worker/ec_connector_model_runner_mixin.py``,
     ``v1/worker/gpu/ec_connector.py``).
 
-    On a GPU both points are events in the stream that the encoder runs in. They are asked in later
-    steps whether they have passed, so nothing ever waits for them. Gaps in which the device waits
-    for the CPU count as encoding, as they should.
+    On a GPU both points are events in the stream that the encoder runs in. Later steps check
+    whether they have passed, so no thread waits for them. Gaps in which the device waits for the
+    CPU count as encoding, as they should.
 
     A measurement is
 
@@ -57,7 +57,7 @@ class EncodeTimer:
     begun      (none)     the next step begins: this one has failed
     under way  done       both events have passed
     under way  (none)     _MOST_UNDER_WAY newer ones are under way
-    done       (none)     it was taken
+    done       (none)     ``take`` returned it
     =========  =========  ==================================================================
     """
 
@@ -81,16 +81,16 @@ class EncodeTimer:
         self._works = True
 
     def begin(self, encodes: Sequence[Encode]) -> None:
-        """The encoder is about to run for these; nothing is measured where there are none.
+        """Begin a measurement: the encoder is about to run for these items; none: no measurement.
 
-        Items of two modalities in one step say nothing about either, so they are left out.
+        Items of two modalities in one step cannot be told apart, so they are not measured.
         """
         self._begun = None
         if encodes and self._works and len({one.modality for one in encodes}) == 1:
             self._begun = (encodes, self._now())
 
     def end(self) -> None:
-        """The encoder has run, or was launched. Only the first call after ``begin`` counts."""
+        """End a measurement: the encoder ran or was launched. Only the first call counts."""
         begun, self._begun = self._begun, None
         if begun is None:
             return
@@ -104,7 +104,7 @@ class EncodeTimer:
             self._under_way.append((encodes, before, after))
 
     def take(self) -> list[EncodeTime]:
-        """What has been measured since the last call."""
+        """Return the measurements since the last call."""
         while self._under_way and self._under_way[0][2].query():
             encodes, before, after = self._under_way.popleft()
             self._finish(encodes, before.elapsed_time(after) / 1000)
@@ -116,9 +116,9 @@ class EncodeTimer:
         self._done.append(EncodeTime(encodes[0].modality, len(encodes), rows, seconds))
 
     def _now(self) -> Any:
-        """This moment: seconds, or an event in the device's stream; None where there is neither.
+        """Return this moment as seconds, or as an event in the device's stream; None on failure.
 
-        Called from hooks whose faults end the engine, and a measurement is not worth that.
+        Never raises: it is called from hooks whose faults end the engine.
         """
         try:
             kind = self._device().type
@@ -150,8 +150,8 @@ class WorkerHalf:
 
         Args:
             node: This process's parts.
-            saves: Where encoded tensors go; None for a pure consumer.
-            device: The model's device, asked at the first load.
+            saves: Queue of encoded tensors; None for a pure consumer.
+            device: The model's device, called at the first load.
             rank: Number of this worker among those that load.
             drain_timeout_s: How long finish() waits for the bucket to confirm queued saves.
             clock: Seconds, for encoders that run in this thread.
@@ -173,43 +173,42 @@ class WorkerHalf:
         The thread waits for files; the device waits for its copies by itself.
 
         Raises:
-            RuntimeError: An embedding could be had neither from its file nor from the
-                bucket; the others are in place. vLLM would end this engine anyway; a made-up
-                tensor would be answered from, and cached under the image's hash for later
-                requests.
+            RuntimeError: An embedding cannot be read from its file or from the bucket; the
+                others are in place. vLLM would end this engine anyway; a made-up tensor would
+                give wrong answers, and be cached under the image's hash for later requests.
         """
         if plan.loads:
             self._load(cache, plan)
         self.encoder_begins(plan, cache)
 
     def encoder_begins(self, plan: StepPlan, cache: Container[str]) -> None:
-        """The runner is about to call the encoder, unless it calls another hook first.
+        """Begin to measure: the runner is about to call the encoder, or another hook first.
 
-        Which hook is the last one depends on the role, so each says so and the last counts.
+        The role decides which hook is the last one, so each calls this and the last call counts.
 
-        A step says nothing of what encoding costs if the cache holds what the scheduler has ordered
-        (it evicted that and ordered it anew in one pass): the V2 runner does not encode it again.
+        A step is not measured if the cache holds an item that the scheduler has ordered (evicted
+        and ordered again in one pass): the V2 runner does not encode it again.
         """
         encodes = [] if any(name in cache for name in plan.encodes) else [*plan.encodes.values()]
-        # Also where there are none: what an earlier step began and did not end is dropped.
+        # Also without encodes: this drops a measurement that an earlier step did not end.
         if not encodes or self._rank() == 0:
             self._timer.begin(encodes)
 
     def encoder_ended(self) -> None:
-        """The runner has called the encoder for this step, if it had to."""
+        """End the measurement: the runner has called the encoder for this step, if it had to."""
         self._timer.end()
         for one in self._timer.take():
             self._node.counters.add_all({"encode.seconds": one.seconds, "encode.rows": one.rows})
             costs = self._node.encode_costs
             costs.add(one.modality, one.rows, one.seconds, items=one.items)
-            # A scheduler half in this process has learned it with this.
+            # A scheduler half in this process shares these costs.
             if self._node.users <= 1:
                 self._measured.append(one)
 
     def _load(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
         began = time.perf_counter()
         missing = {one.identifier: one for one in plan.loads if not _holds(cache, one)}
-        # Large ones first: those are for readers.
+        # Large ones first: the readers take those.
         loads = sorted(missing.values(), key=lambda one: -one.shape.nbytes)
         failure: Exception | None = None
         nbytes = 0
@@ -229,9 +228,9 @@ class WorkerHalf:
         self._loaded.setdefault(plan.step, set()).add(self._rank())
 
     def start_save_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
-        """Store what the device holds and the corpus lacks.
+        """Store embeddings that the device holds and the corpus lacks.
 
-        An entry that a pure producer was told to skip holds no tensor; it stays as it is.
+        An entry that a pure producer skipped holds no tensor; it stays as it is.
         """
         for identifier, save in plan.saves.items():
             if save.on_device and identifier in cache:
@@ -242,9 +241,9 @@ class WorkerHalf:
         """Begin to copy one encoded tensor off the device and queue it; nothing else is done.
 
         Args:
-            mm_hash: vLLM's name of it.
+            mm_hash: vLLM's identifier of it.
         """
-        if mm_hash in plan.encodes:  # vLLM saves what needs no encoder before it runs
+        if mm_hash in plan.encodes:  # vLLM saves items that need no encoder before it runs
             self._timer.end()
         if mm_hash in plan.saves:
             self._save(cache[mm_hash], mm_hash, plan)
@@ -259,7 +258,7 @@ class WorkerHalf:
             self._saves.put(identifier, save, output, step=plan.step)
 
     def report(self) -> WorkerReport | None:
-        """What happened since the last report; None if nothing did."""
+        """Return the work since the last report; None if there was none."""
         report = WorkerReport(loaded=self._loaded)
         self._loaded = {}
         if self._saves is not None:
@@ -277,18 +276,18 @@ class WorkerHalf:
         return None if report == _NOTHING else report
 
     def finish(self) -> None:
-        """Wait for queued saves within a deadline; what is left was logged and counted."""
+        """Wait for queued saves within a deadline; the rest is logged and counted."""
         self._loader.close()
         if self._saves is not None:
             self._saves.drain(self._drain_timeout_s)
 
 
 def load_without_a_half(cache: MutableMapping[str, Any], plan: StepPlan) -> None:
-    """Put what a plan grants into the encoder cache, in a worker whose half did not start.
+    """Load a plan's grants into the encoder cache, in a worker whose half did not start.
 
-    The scheduler half may not know of it, and cannot take a grant back. What a plan says is enough
-    to read a granted file and to verify it. The thread waits for the disk, and the bucket does not
-    stand in for it.
+    The scheduler half may not know that, and cannot take a grant back. A plan has all that is
+    needed to read a granted file and to verify it. The thread waits for the disk, without a
+    fallback to the bucket.
 
     Raises:
         RuntimeError: A file cannot be read.
@@ -309,10 +308,10 @@ def load_without_a_half(cache: MutableMapping[str, Any], plan: StepPlan) -> None
 
 
 def _holds(encoder_cache: Mapping[str, Any], load: Load) -> bool:
-    """Whether the device holds this embedding already.
+    """Return True if the device holds this embedding already.
 
-    A client may use one identifier for pictures of two sizes. vLLM keeps the old tensor where it
-    evicts the one and makes room for the other in the same pass, since encoding would replace it.
+    A client may use one identifier for images of two sizes. vLLM keeps the old tensor if it evicts
+    the one and makes room for the other in the same pass, since encoding would replace it.
     """
     if load.identifier not in encoder_cache:
         return False
