@@ -173,7 +173,7 @@ class S3ECConnector(ECConnectorBase):
     # -- scheduler side ----------------------------------------------------------------------
 
     def _can_encode(self, request: Any) -> bool:
-        """Return True if the request can be encoded without us: no feature lacks its pixels."""
+        """Return True if the request can be encoded without us: all its features have pixels."""
         features = self.parts.features
         return features is None or not any(map(features.needs_embedding, request.mm_features))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private folders, files that appear whole or not at all, and what the disk refuses.
+"""Private folders, files that appear whole or not at all, and the disk's errors.
 
-A file in the making is locked. The kernel drops a lock when its owner ends in any way, and every
-container that shares the folder sees it. So a file whose lock can be taken has no owner any more.
+A file is locked while it is written. The kernel drops a lock when its owner ends in any way, and
+every container that shares the folder sees it. So a file whose lock can be taken has no owner.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class DiskErrors:
-    """One tier's; the same one may come at each request, and would fill the log."""
+    """Disk errors of one tier: all are counted; the log has each kind once, or it would fill up."""
 
     def __init__(self, root: Path, counters: Counters) -> None:
         self._root = root
@@ -34,7 +34,7 @@ class DiskErrors:
         self._warned: set[tuple[str, int | None]] = set()
 
     def record(self, what: str, exc: OSError | TierError) -> None:
-        """Count a refusal.
+        """Count an error; log a warning for the first one of its kind.
 
         Args:
             what: The operation, as a verb.
@@ -43,7 +43,7 @@ class DiskErrors:
         kind = (what, getattr(exc, "errno", None))
         level = logging.DEBUG if kind in self._warned else logging.WARNING
         self._warned.add(kind)
-        # Not the exception itself: what keeps it keeps what its frames have open.
+        # Not the exception itself: a reference to it keeps its frames' files open.
         _log.log(level, "cache %s: cannot %s: %s", self._root, what, str(exc))
 
 
@@ -60,18 +60,18 @@ _PIECES_PER_WRITE = 512  # Linux takes 1024 (IOV_MAX)
 
 
 class Folders:
-    """Where things lie below one root. Making one touches nothing.
+    """The paths below one root. The constructor touches nothing.
 
     Attributes:
         root: Free of symbolic links.
-        version: Everything of this layout; a later layout gets another folder.
+        version: Holds everything of this layout; a later layout gets another folder.
         objects: Namespaces, each with the objects of the bucket's ``objects/``.
         spool: Entries that the bucket has not confirmed, and the locks of their owners.
         incoming: Files that are being written; one folder, so that sweeping it needs no walk.
-        index: Namespaces, each with this node's copy of what the index needs.
-        fetch_lock: A file. One byte per entry that some process fetches; see claims.py.
-        usage: A file. The running total of all that is here.
-        news: A file. Entries that were put here lately; see news.py.
+        index: Namespaces, each with this node's copy of the index files.
+        fetch_lock: A file. One byte per entry that a process fetches; see claims.py.
+        usage: A file. The running total of all bytes here.
+        news: A file. Entries that were added recently; see news.py.
         evict_lock: A file. Locked by the one process that evicts.
         inner: The folders right below ``version``.
         shared_files: The files right below ``version``.
@@ -93,12 +93,12 @@ class Folders:
         self.shared_files = (*locks, self.usage, self.news)
 
     def make(self) -> None:
-        """Create what is missing and check what is there.
+        """Create missing folders and check existing ones.
 
         Raises:
             TierError: A folder is a symbolic link, another user's, or writable by others; see
                 require_own_folder.
-            OSError: It could not be made.
+            OSError: A folder could not be created.
         """
         make_parents(self.root)
         make_folder(self.root, given=True)
@@ -106,10 +106,10 @@ class Folders:
             make_folder(folder)
 
     def open_own(self, path: str | Path, flags: int = 0) -> int:
-        """Open one of the few files below ``version`` that all processes share; made if missing.
+        """Open one of the few files below ``version`` that all processes share; create if missing.
 
         Args:
-            flags: Further ones of ``os.open``.
+            flags: Further flags of ``os.open``.
 
         Returns:
             A descriptor for reading and writing; the caller closes it.
@@ -119,19 +119,19 @@ class Folders:
         """
         with suppress(FileNotFoundError):
             return os.open(path, _OPEN_OWN | flags)
-        self.make()  # where somebody emptied the cache under us
+        self.make()  # in case the cache folder was emptied meanwhile
         return _create(path, flags)
 
     @contextmanager
     def locked(self, path: Path, *, wait_s: float, poll_s: float) -> Iterator[tuple[int, bool]]:
         """Open one of the shared files and hold its lock while the block runs.
 
-        It is opened for each use. So threads exclude each other too, and a deleted file is not used
-        for long. The lock is polled, since flock has no timeout: a process that is stopped
+        The file is opened for each use. So threads exclude each other too, and a deleted file is
+        not used for long. The lock is polled, since flock has no timeout: a process that is stopped
         (a debugger, a paused container) while it holds the lock must not stop all others with it.
 
         Yields:
-            The file's descriptor, and False where somebody else has held the lock for ``wait_s``.
+            The file's descriptor, and False if another holder kept the lock for ``wait_s``.
 
         Raises:
             OSError, TierError: As for open_own.
@@ -150,25 +150,25 @@ class Folders:
             os.close(fd)
 
     def new_file(self) -> TempFile:
-        """A file in the making; ``place`` gives it its name.
+        """Create a temp file; ``place`` gives it its name.
 
         Raises:
             OSError, TierError: As for make.
         """
         try:
             return TempFile(str(self.incoming))
-        except FileNotFoundError:  # somebody emptied the cache under us
+        except FileNotFoundError:  # the cache folder was emptied meanwhile
             self.make()
             return TempFile(str(self.incoming))
 
     def place(self, file: TempFile, path: str) -> None:
-        """Give a finished file its name below ``version``; a present one is replaced.
+        """Give a finished file its name below ``version``, replacing an existing one.
 
         Its lock is held until it has the name, or a sweeper would take it for a dead writer's.
 
         Raises:
             OSError: It has no name. FileNotFoundError: the file is gone; it can be written again.
-            TierError: A folder that was missing cannot be made in the place of something else.
+            TierError: A missing folder cannot be created, since something else has its name.
         """
         for last in (False, False, False, True):
             try:
@@ -178,11 +178,11 @@ class Folders:
             except FileNotFoundError:
                 if last or not os.path.lexists(file.path):
                     raise
-            with suppress(FileNotFoundError):  # one that is missing again is made again
+            with suppress(FileNotFoundError):  # a folder that vanishes again is created again
                 self._make_below(path.rpartition("/")[0])
 
     def _make_below(self, folder: str) -> None:
-        """Create what is missing of a folder and of those above it."""
+        """Create a folder and those above it, as far as they are missing."""
         missing = []
         while not os.path.lexists(folder):
             missing.append(folder)
@@ -192,10 +192,10 @@ class Folders:
 
 
 def _create(path: str | Path, flags: int = 0) -> int:
-    """Make a private file and open it for reading and writing."""
+    """Create a private file and open it for reading and writing."""
     fd = os.open(path, _OPEN_NEW | flags, FILE_MODE)
     try:
-        os.fchmod(fd, FILE_MODE)  # the umask may have taken bits from the mode above
+        os.fchmod(fd, FILE_MODE)  # the umask may have cleared bits of the mode above
     except BaseException:
         os.close(fd)
         raise
@@ -203,7 +203,7 @@ def _create(path: str | Path, flags: int = 0) -> int:
 
 
 def make_folder(path: Path | str, *, given: bool = False) -> None:
-    """Create one private folder whatever the umask, or check the one that is there."""
+    """Create one private folder whatever the umask, or check an existing one."""
     try:
         os.mkdir(path, FOLDER_MODE)
     except FileExistsError:
@@ -220,16 +220,16 @@ def make_parents(path: Path) -> None:
 
 
 def require_own_folder(path: Path | str, *, given: bool = False) -> None:
-    """Refuse a folder that somebody else could have filled, but for members of our own groups.
+    """Refuse a folder that other users could have filled, except members of our own groups.
 
     Kubernetes gives a volume to a group of the pod (fsGroup). At each mount it makes all folders in
     it writable for that group and setgid, and leaves their owners.
 
     Args:
-        given: Its owner may be another user, where it came to us in that way.
+        given: True if its owner may be another user, provided that it has such a mode.
 
     Raises:
-        TierError: Names what is wrong and how to mend it.
+        TierError: Names what is wrong and how to fix it.
     """
     found = os.lstat(path)
     mode, is_ours = found.st_mode, found.st_uid == os.geteuid()
@@ -250,7 +250,7 @@ def require_own_folder(path: Path | str, *, given: bool = False) -> None:
 
 
 def mode_for_others(found: os.stat_result) -> int:
-    """Permission bits, without those of a group that this process is in."""
+    """Return the permission bits, without those of a group that this process is in."""
     mode = stat.S_IMODE(found.st_mode) & ~stat.S_ISGID
     if mode & stat.S_IRWXG and found.st_gid in (os.getegid(), *os.getgroups()):
         mode &= ~stat.S_IRWXG
@@ -258,20 +258,20 @@ def mode_for_others(found: os.stat_result) -> int:
 
 
 def is_full(exc: OSError) -> bool:
-    """Whether the disk refused since it is full, or this user's share of it."""
+    """Return True if the disk, or this user's quota, is full."""
     return exc.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes an unprivileged process may still write to the disk of this folder."""
+    """Return the bytes that an unprivileged process may still write to this folder's disk."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 
 def touch(file: int | str, used_s: float | None = None) -> None:
-    """Note when an entry was used, by its modification time: eviction goes by that.
+    """Set an entry's modification time to its last use: eviction orders by that.
 
-    One that cannot be noted is as good as before.
+    Errors are ignored: the entry stays valid.
 
     Args:
         file: Its descriptor, or its path, which is no link.
@@ -289,7 +289,7 @@ def open_entry(path: str | Path) -> int:
         A descriptor; the caller closes it.
 
     Raises:
-        CorruptEntryError: Something else stands under that name.
+        CorruptEntryError: It is not a regular file.
         OSError: Absent, or it cannot be opened.
     """
     try:
@@ -308,26 +308,26 @@ def open_entry(path: str | Path) -> int:
 
 
 class TempFile:
-    """A file in the making, without a name that anybody looks for.
+    """A file that is being written, under a name that no reader opens.
 
-    Not synced to the device: entries are copies of what the bucket keeps. After a power cut a
-    file may have its full size and hold zeros, so whoever reads an entry checks its checksum.
+    Not synced to the device: entries are copies of objects in the bucket. After a power cut a
+    file may have its full size and hold zeros, so readers of an entry verify its checksum.
 
     Attributes:
-        path: For the caller to rename, once ``close`` was called, or to remove.
-        nbytes: Written so far.
-        is_named: It was renamed, so ``path`` is nobody's any more.
+        path: For the caller to rename or to remove.
+        nbytes: Bytes written so far.
+        is_named: True once it was renamed: ``path`` is not in use any more.
     """
 
     def __init__(self, folder: str, *, private: bool = True) -> None:
-        """Make it.
+        """Create it.
 
         Args:
-            private: A file of the cache: for this user alone, whatever the umask, and locked.
-                Else the umask decides.
+            private: True for a file of the cache: for this user alone, whatever the umask, and
+                locked. Else the umask decides.
 
         Raises:
-            OSError: Nothing is left behind.
+            OSError: It cannot be created; nothing is left behind.
         """
         self.nbytes = 0
         self.is_named = False
@@ -350,35 +350,35 @@ class TempFile:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """What was not renamed by now goes."""
+        """Remove the file unless it was renamed."""
         self.discard()
 
     def append(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Write pieces at the end.
 
         Raises:
-            OSError: A part of them may be there.
+            OSError: A part of them may be written.
         """
         write_all(self._fd, pieces)
         self.nbytes += sum(memoryview(piece).nbytes for piece in pieces)
 
     def put(self, piece: bytes | memoryview, at: int) -> None:
-        """Write a piece at an offset in bytes; from then on nothing is appended.
+        """Write a piece at an offset in bytes; do not append after this.
 
         Raises:
-            OSError: A part of it may be there.
+            OSError: A part of it may be written.
         """
         write_all(self._fd, [piece], at)
         self.nbytes += memoryview(piece).nbytes
 
     def close(self, *, synced: bool = False) -> None:
-        """Nothing more is written; frees the lock.
+        """End writing, and release the lock.
 
         Args:
-            synced: Wait until the device has it.
+            synced: True to wait until the bytes are on the device.
 
         Raises:
-            OSError: The file may not be what was written.
+            OSError: The file may not hold the bytes that were written.
         """
         if synced:
             os.fsync(self._fd)
@@ -387,7 +387,7 @@ class TempFile:
             os.close(fd)
 
     def discard(self) -> None:
-        """Leave nothing under ``path``; fine after a rename and more than once. Never raises."""
+        """Remove the temp file, unless it was renamed. Idempotent. Never raises."""
         if not self.is_named:
             with suppress(OSError):
                 os.unlink(self.path)  # under the lock: unlocked, it would be a dead writer's
@@ -402,7 +402,7 @@ def write_file(path: Path, pieces: Sequence[bytes | memoryview], *, synced: bool
         synced: As for TempFile.close.
 
     Raises:
-        OSError: Nothing is left behind.
+        OSError: It cannot be written; nothing is left behind.
     """
     with TempFile(str(path.parent), private=False) as file:
         file.append(pieces)
@@ -434,22 +434,22 @@ def write_all(fd: int, pieces: Sequence[bytes | memoryview], at: int | None = No
 
 
 def sweep_temps(folder: Path) -> None:
-    """Remove what dead writers left in a folder; never raises."""
+    """Remove temp files of dead writers from a folder; never raises."""
     with suppress(OSError):
         for name in filter(is_temp_name, os.listdir(folder)):
             is_abandoned(f"{folder}/{name}", remove=True)
 
 
 def is_temp_name(name: str) -> bool:
-    """Whether TempFile could have made this file name."""
+    """Return True if TempFile could have made this file name."""
     return _TEMP.fullmatch(name) is not None
 
 
 def is_abandoned(path: str, *, remove: bool = False) -> bool:
-    """Whether nobody will finish this temp file, since its lock can be taken; never raises.
+    """Return True if this temp file has no writer, since its lock can be taken; never raises.
 
     Args:
-        remove: Remove it then, under the lock, see lock_file.
+        remove: True to remove it then, under the lock, see lock_file.
     """
     with suppress(OSError), open(os.open(path, _OPEN_OWN), "rb") as file:
         is_free = try_lock(file.fileno())
@@ -460,7 +460,7 @@ def is_abandoned(path: str, *, remove: bool = False) -> bool:
 
 
 def try_lock(fd: int) -> bool:
-    """Take the exclusive lock of an open file without waiting; False where another has it.
+    """Take the exclusive lock of an open file without waiting; False if another holder has it.
 
     The lock belongs to the open file, not to the process: it ends when the last copy of the
     descriptor is closed, a forked child's included.
@@ -473,8 +473,8 @@ def try_lock(fd: int) -> bool:
 
 
 def lock_file(fd: int) -> bool:
-    """As try_lock, for a file that just came; also False where it has no name any more.
+    """As try_lock, for a file that was just created; also False if it has no name any more.
 
-    Whoever sweeps takes the lock first, and may have done so before the owner.
+    A sweeper takes the lock before it removes the file, and may be faster than the owner.
     """
     return try_lock(fd) and os.fstat(fd).st_nlink > 0

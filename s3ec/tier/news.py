@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""News: how the processes of a node tell each other of new entries, without a walk over the folder.
+"""News: how the processes of a node announce new entries to each other, without walking the folder.
 
-One file for the whole folder. Whoever has named an entry appends one line, and every process that
-serves requests looks every 20 ms whether the file has grown. A line has the namespace, a space, and
-the digest in hex.
+There is one file for the whole folder. A process that has named an entry appends one line, and
+every process that serves requests checks every 20 ms whether the file has grown. A line has the
+namespace, a space, and the digest in hex.
 
-Nothing depends on the file but how soon an entry is found: a line that was lost leaves the entry to
-the index and to the next walk, and a damaged one costs a look at the disk. So nothing is locked or
-synced. Readers of a file that was removed read its rest before they go on to the new one.
+Only the delay until an entry is found depends on the file: after a lost line the index or the next
+walk finds the entry, and a damaged line costs one failed open. So nothing is locked or synced.
+Readers of a file that was removed read its rest before they continue with the new one.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from s3ec.runtime import Background
 from s3ec.tier.files import DiskErrors, Folders, open_entry
 
 LARGEST_BYTES = 2**20
-"""A file of this size is begun anew."""
+"""A file that reaches this size is removed, and a new one begun."""
 POLL_S = 0.02
-"""One look is one system call, about 3 us."""
+"""One poll is one system call, about 3 us."""
 # No line is longer.
 _LINE_BYTES = 1024
-# After a look that failed.
+# The pause after a poll that failed.
 _REST_S = 1.0
 _STOP_TIMEOUT_S = 1.0
 
 
 def make_line(namespace: str, digest: bytes) -> bytes:
-    """What tells of one entry; begins with a line feed, too, after a line that was cut.
+    """Return the line of one entry; it begins with a line feed too, in case the last line was cut.
 
     Args:
         namespace: ``Namespace.name``.
@@ -47,7 +47,7 @@ def parse_lines(blob: bytes, namespace: str) -> tuple[list[bytes], int]:
     """Read a part of the file, which may end anywhere and hold anything.
 
     Returns:
-        The digests of this namespace, and how many bytes need not be read again.
+        The digests of this namespace, and the number of bytes that need not be read again.
     """
     found = re.findall(rb"^%b ([0-9a-f]{32})\n" % re.escape(namespace.encode()), blob, re.MULTILINE)
     done = max(blob.rfind(b"\n") + 1, len(blob) - _LINE_BYTES)
@@ -55,16 +55,16 @@ def parse_lines(blob: bytes, namespace: str) -> tuple[list[bytes], int]:
 
 
 class NewsWriter:
-    """Tells the node's other processes what was put here. Thread-safe; holds nothing open."""
+    """Announces new entries to the node's other processes. Thread-safe; keeps no file open."""
 
     def __init__(self, folders: Folders, namespace: str, disk_errors: DiskErrors) -> None:
-        """Nothing is touched."""
+        """Touch nothing yet."""
         self._folders = folders
         self._namespace = namespace
         self._failed = disk_errors.record
 
     def notify(self, key: Key) -> None:
-        """An entry has its name now; about six short system calls. Never raises."""
+        """Announce an entry that has its name; about six short system calls. Never raises."""
         try:
             self._append(make_line(self._namespace, key.digest))
         except (OSError, TierError) as exc:
@@ -74,11 +74,11 @@ class NewsWriter:
         path = self._folders.news
         fd = self._folders.open_own(path, os.O_APPEND)
         try:
-            # One write at the end, so what several processes write does not mix. A full disk may
-            # take a part of it.
+            # One write at the end, so that lines of several processes do not mix. A full disk may
+            # take only a part of it.
             os.write(fd, line)
             if os.lseek(fd, 0, os.SEEK_CUR) >= LARGEST_BYTES:
-                with suppress(FileNotFoundError):  # somebody else has done so
+                with suppress(FileNotFoundError):  # another process has removed it
                     if os.path.samestat(os.fstat(fd), os.lstat(path)):
                         os.unlink(path)
         finally:
@@ -98,7 +98,7 @@ class NewsReader:
         disk_errors: DiskErrors,
         notify: Callable[[list[bytes]], None],
     ) -> None:
-        """Nothing is touched.
+        """Touch nothing yet.
 
         Args:
             notify: Takes the digests of new entries, in the reader's thread; must not wait.
@@ -108,28 +108,28 @@ class NewsReader:
         self._failed = disk_errors.record
         self._notify = notify
         self._fd: int | None = None
-        self._file: os.stat_result | None = None  # what is open
+        self._file: os.stat_result | None = None  # status of the open file
         self._at = 0
-        self._seen: tuple[int, int, int] | None = None  # device, inode, size at the last look
+        self._seen: tuple[int, int, int] | None = None  # device, inode, size at the last poll
         self._thread = Background("s3ec-news", self._poll)
 
     def start(self) -> None:
-        """Go on from the end of the file as it is now; blocking. Called once. Never raises.
+        """Start at the current end of the file; blocking. Called once. Never raises.
 
-        A walk over the folder that begins after this and what is told from now on are together
-        all that is here.
+        A walk over the folder that begins after this, together with the lines from now on, covers
+        all entries.
         """
-        with suppress(OSError, CorruptEntryError):  # the thread meets it, too, and counts it
+        with suppress(OSError, CorruptEntryError):  # the thread gets the error too, and counts it
             self._look(from_start=False)
         self._thread.wake()
 
     def close(self) -> None:
-        """End the thread; for good. A disk that hangs is left to the process's end."""
+        """End the thread; for good. While the disk hangs, the file stays open."""
         if self._thread.stop(_STOP_TIMEOUT_S):
             self._close_file()
 
     def _poll(self, _pause: Callable[[], None]) -> float:
-        self._thread.wake()  # for the next look
+        self._thread.wake()  # for the next poll
         try:
             digests = self._look()
         except (OSError, CorruptEntryError) as exc:
@@ -140,10 +140,10 @@ class NewsReader:
         return POLL_S
 
     def _look(self, *, from_start: bool = True) -> list[bytes]:
-        """What was told since the last look; one system call where nothing was.
+        """Return the digests announced since the last poll; one system call if there are none.
 
         Args:
-            from_start: Of a file that is seen for the first time.
+            from_start: True to read a new file from its start, not its end.
         """
         try:
             found = os.lstat(self._path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One walk over the folder: what is there, how large, how recently used, what waits."""
+"""One walk over the folder: its files, their sizes and last uses, and the spooled ones."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SpoolFileName:
     Attributes:
         namespace: ``Namespace.name``.
         destination: 16 hex digits that stand for a bucket and a folder in it. Namespaces do
-            not tell those apart, and what was saved for one bucket must not end in another.
-        owner: 16 hex digits. Whoever holds the lock ``OWNER.lock`` uploads the file.
+            not tell those apart, and a save for one bucket must not end in another.
+        owner: 16 hex digits. The process that holds the lock ``OWNER.lock`` uploads the file.
         digest: ``Key.digest``.
     """
 
@@ -39,7 +39,7 @@ class SpoolFileName:
 
     @classmethod
     def parse(cls, name: str) -> SpoolFileName | None:
-        """The parts of a file name, None where it is no such name."""
+        """Return the parts of a file name; None if it is no such name."""
         match = _SPOOL_FILE.fullmatch(name)
         if match is None or not is_namespace_name(match[1]):
             return None
@@ -47,24 +47,24 @@ class SpoolFileName:
 
 
 def is_index_file(name: str) -> bool:
-    """Whether the index could have made a file of this name in its folder."""
+    """Return True if the index could have made a file of this name in its folder."""
     return _INDEX_NAME.fullmatch(name) is not None or is_temp_name(name)
 
 
 def owner_of_lock(name: str) -> str | None:
-    """Whose lock in the spool has this name; None where it is no lock."""
+    """Return the owner whose lock in the spool has this name; None if it is no lock."""
     match = _SPOOL_LOCK.fullmatch(name)
     return match[1] if match is not None else None
 
 
 # objects/NAMESPACE/[LORA/]aa/NAME: folders below a namespace.
 _LEVELS = 2
-# Between two pauses a walk keeps the interpreter for a millisecond or two.
+# Between two pauses a walk holds the GIL for a millisecond or two.
 FILES_PER_PAUSE = 128
 
 
 def no_pause() -> None:
-    """For a walk that nothing else waits for."""
+    """Do nothing: for a walk that need not yield to other threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class ScannedEntry:
 
 @dataclass(slots=True)
 class Sum:
-    """Some entries, counted."""
+    """Number and bytes of some entries."""
 
     entries: int = 0
     nbytes: int = 0
@@ -103,21 +103,21 @@ class Sum:
 
 @dataclass
 class TierScan:
-    """What lies below the root. Built while others work: each figure was true at some moment.
+    """The files below the root. The folder may change meanwhile: each number held at some moment.
 
     Sums are made during the walk, where it pauses, and not after it.
 
     Attributes:
-        entries: Of all namespaces, in no order.
+        entries: Entries of all namespaces, in no order.
         entry_bytes: Bytes of all entries.
-        kept: Inode to bytes of what is spooled: evicting it would free nothing.
+        kept: Inode to bytes of spooled files: evicting their entries would free nothing.
         spooled: Paths of all files that wait for the bucket.
-        index_files: Files of the index, of all namespaces.
+        index_files: Number of index files, of all namespaces.
         index_bytes: Bytes of these.
         named: Inodes of ``kept`` that have a name outside of the spool.
         temps: Paths of files that are being written, or were when their writer died; all in
             ``incoming``.
-        foreign: Paths of what is not ours; never counted, never deleted.
+        foreign: Paths of files that are not ours; never counted, never deleted.
         troubles: Folders that could not be read, with the reason.
     """
 
@@ -133,7 +133,7 @@ class TierScan:
     troubles: list[str] = field(default_factory=list)
 
     def add(self, entry: ScannedEntry) -> None:
-        """Count one entry; the spool must be known by then."""
+        """Count one entry; the spool must be scanned before."""
         self.entries.append(entry)
         self.entry_bytes += entry.nbytes
         if entry.inode in self.kept:
@@ -141,17 +141,17 @@ class TierScan:
 
     @property
     def spooled_bytes(self) -> int:
-        """What the bucket has not confirmed, entries or not."""
+        """Bytes that the bucket has not confirmed, entries or not."""
         return sum(self.kept.values())
 
     @property
     def held_bytes(self) -> int:
-        """What is spooled and no entry any more: evicted, or copied."""
+        """Bytes that are spooled and no entry any more: evicted, or copied."""
         return sum(nbytes for inode, nbytes in self.kept.items() if inode not in self.named)
 
     @property
     def total_bytes(self) -> int:
-        """All that the byte budget is about."""
+        """All bytes that the budget bounds."""
         return self.entry_bytes + self.held_bytes + self.index_bytes
 
 
@@ -159,8 +159,8 @@ def scan_tier(folders: Folders, pause: Callable[[], None] = no_pause) -> TierSca
     """Walk the whole folder; about 10 us per file. Never raises OSError: see ``troubles``.
 
     Args:
-        pause: Called after every hundred entries or so: ``yield_gil`` where nobody waits for the
-            walk. What it raises ends the walk.
+        pause: Called after every hundred entries or so: ``yield_gil`` if no caller waits for the
+            walk. An exception of it ends the walk.
     """
     scan = TierScan()
     ours = {path.name for path in (*folders.inner, *folders.shared_files)}
@@ -197,7 +197,7 @@ def scan_tier(folders: Folders, pause: Callable[[], None] = no_pause) -> TierSca
 
 
 def entry_names(objects: str, pause: Callable[[], None]) -> Iterator[str]:
-    """Object names below one namespace's folder, as they are found; looks at no file.
+    """Yield object names below one namespace's folder, as they are found; reads no file.
 
     Args:
         pause: Called after every hundred names or so.
@@ -242,7 +242,7 @@ def _below(folder: str, levels: int, scan: TierScan) -> Iterator[os.DirEntry[str
 
 
 def _look(item: os.DirEntry[str], named_well: bool, scan: TierScan) -> os.stat_result | None:
-    """A regular file with a good name; what else there is, is noted as foreign."""
+    """Return the status of a regular file with a valid name; note any other as foreign."""
     try:
         found = item.stat(follow_symlinks=False)
     except OSError:  # evicted, confirmed or adopted since it was listed

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The spool: entries that the bucket has not confirmed, kept past the end of their process.
 
-Each is a hard link, made before the entry appears in the tier: whatever this node serves from a
-save of its own is in the bucket or on its way there. Eviction cannot take it. Its name tells its
-owner, who holds the lock of that name. What an owner left whose lock is free is renamed by the next
-process that writes to the same bucket, and so taken over. Like everything here it is not synced to
-the device: it survives the end of a process, not a power cut.
+Each is a hard link, made before the entry appears in the tier: a save that this node serves is in
+the bucket or on its way there. Eviction cannot remove it. Its name has its owner, the process that
+holds the lock of that name. If an owner's lock is free, the next process that writes to the same
+bucket renames its files, and so adopts them. Like all files here, it is not synced to the device:
+it survives the end of a process, not a power cut.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from s3ec.tier.scan import SpoolFileName, owner_of_lock
 
 _log = logging.getLogger(__name__)
 
-# Each fails only if the folder vanishes again while it is made.
+# An attempt fails only if the folder vanishes again while it is created.
 _ATTEMPTS = 4
 
 
@@ -41,11 +41,11 @@ class Spooled:
     """One entry that waits for the bucket. Each save has one of its own, equal to no other.
 
     Attributes:
-        path: The file; nobody else's to touch while this process lives.
+        path: The file; no other process may touch it while this one lives.
         digest: ``Key.digest``.
         nbytes: Size of the whole file.
-        since_s: When it came here, seconds since the epoch. Of an adopted one when it was used
-            last: no file says how long it has waited.
+        since_s: When it was added, seconds since the epoch. For an adopted one, its last use: no
+            file records how long it has waited.
     """
 
     path: str
@@ -59,8 +59,8 @@ class Loaded:
     """One entry as read back: every byte verified, written for this namespace.
 
     Attributes:
-        key: From the identifier inside; its digest is the file name's.
-        header: The entry's facts.
+        key: From the identifier in the header; its digest is the file name's.
+        header: The entry's header.
         blob: The whole object.
     """
 
@@ -70,9 +70,9 @@ class Loaded:
 
 
 class Spool:
-    """What one process holds for one namespace and one bucket. Blocking and thread-safe.
+    """The entries that one process holds for one namespace and bucket. Blocking and thread-safe.
 
-    Made by ``Tier.open_spool``. The lock appears with the first entry.
+    ``Tier.open_spool`` creates it. The lock file appears with the first entry.
 
     States of an entry:
 
@@ -85,7 +85,7 @@ class Spool:
     held     orphaned     ``close``, or the process dies
     =======  ===========  ================================================================
 
-    What is orphaned stays on the disk, for the ``adopt`` of another process. So does a file that
+    An orphaned entry stays on the disk, for the ``adopt`` of another process. So does a file that
     the disk refuses to remove: uploading it again changes nothing.
     """
 
@@ -100,10 +100,10 @@ class Spool:
         destination: str,
         clock: Callable[[], float],
     ) -> None:
-        """Nothing is touched yet.
+        """Touch nothing yet.
 
         Args:
-            evictor: Is told of the bytes that come onto the disk.
+            evictor: Counts the bytes that are added to the disk.
             clock: Seconds since the epoch.
 
         Raises:
@@ -124,8 +124,8 @@ class Spool:
         self._lock = threading.Lock()  # never held across a system call
         self._held: dict[bytes, Spooled] = {}  # the oldest first
         self._nbytes = 0
-        self._locking = threading.Lock()  # of what follows
-        self._owner = ""  # of what this process holds
+        self._locking = threading.Lock()  # guards the fields below
+        self._owner = ""  # owner of this process's files
         self._lock_fd = -1  # holds the owner's lock
         self._is_closed = False
 
@@ -140,32 +140,32 @@ class Spool:
         return len(self._held)
 
     def oldest_s(self) -> float:
-        """How long the oldest entry has waited for the bucket; 0 where none does."""
+        """Return how long the oldest entry has waited for the bucket; 0 if none does."""
         with self._lock:
             oldest = next(iter(self._held.values()), None)
         return 0.0 if oldest is None else max(0.0, self._clock() - oldest.since_s)
 
     def held(self, digest: bytes) -> Spooled | None:
-        """The save of an entry that this process answers for, if any; no system call."""
+        """Return the save of an entry that this process holds, or None; no system call."""
         return self._held.get(digest)
 
     def holds(self, spooled: Spooled) -> bool:
-        """Whether that is still this very save; no system call."""
+        """Return True if this very save is still held; no system call."""
         return self._held.get(spooled.digest) is spooled
 
     def add(self, key: Key, source: str) -> Spooled:
         """Hold a finished file, before or after it gets its name in the tier.
 
-        The bytes are counted: they stay on the disk whatever becomes of ``source``.
+        The bytes are counted: they stay on the disk even if ``source`` is removed.
 
         Args:
-            source: A regular file of this tier whose bytes nobody changes any more.
+            source: A regular file of this tier whose bytes do not change any more.
 
         Returns:
-            What ``remove`` takes.
+            The save, for ``remove``.
 
         Raises:
-            OSError: It cannot be held, such as where there are no hard links. FileNotFoundError:
+            OSError: It cannot be held, for example without hard links. FileNotFoundError:
                 ``source`` is gone.
             TierError: Closed.
         """
@@ -184,10 +184,10 @@ class Spool:
         raise TierError(f"{self._folder} vanishes as soon as it is made")
 
     def remove(self, spooled: Spooled) -> None:
-        """Let go of a save that the bucket holds, or refused for good; never raises.
+        """Remove a save that the bucket holds, or refused for good; never raises.
 
-        Nothing happens where a later save of the entry has taken its place: the bucket has not
-        confirmed that one, and may have lost the earlier since.
+        Nothing happens if a later save of the entry has replaced it: the bucket has not confirmed
+        that one, and may have lost the earlier since.
         """
         if self._let_go(spooled):
             self._unlink(spooled.path)
@@ -196,7 +196,8 @@ class Spool:
         """Read and verify one entry that is held.
 
         Returns:
-            None where it is not held, has vanished, or was bad (then it is deleted and counted).
+            The entry; None if it is not held, has vanished, or was bad (then it is deleted and
+            counted).
 
         Raises:
             TierError: The disk did not answer; the entry stays.
@@ -208,7 +209,7 @@ class Spool:
         try:
             with open(open_entry(spooled.path), "rb") as file:
                 nbytes = os.fstat(file.fileno()).st_size
-                # Before its length, so that the key is known where that is wrong.
+                # Before the length check, so that the key is known if that fails.
                 front = codec.parse_header(os.pread(file.fileno(), 8 + codec.HEADER_LIMIT, 0))
                 key = check_place(front, self._namespace, digest)
                 header = read_header(file.fileno(), nbytes)
@@ -225,10 +226,10 @@ class Spool:
         return None
 
     def adopt(self) -> list[Spooled]:
-        """Take over what dead processes left for this namespace and bucket; never raises.
+        """Take over files of dead processes for this namespace and bucket; never raises.
 
-        Who gets a dead owner's lock gives its files names of its own. A second copy of what is held
-        stays where it is until the first has left: that may turn out to be bad.
+        The process that gets a dead owner's lock renames its files to its own. A second copy of a
+        held entry stays where it is until the first has left: that one may prove bad.
         """
         taken: list[Spooled] = []
         for owner in self._others():
@@ -244,7 +245,7 @@ class Spool:
         return taken
 
     def close(self) -> None:
-        """Leave what is held to the next process; never raises."""
+        """Leave the held entries to the next process; never raises."""
         with self._locking:
             self._is_closed = True
             if self._lock_fd >= 0 and not self._held:
@@ -260,12 +261,12 @@ class Spool:
         return f"{self._folder}/{owner}.lock"
 
     def _new_path(self, digest: bytes) -> str:
-        """A name that nobody has had, for a file of this process."""
+        """Return a name that was never used, for a file of this process."""
         name = f"{self._own()}-{next(self._numbers)}--{digest.hex()}{OBJECT_SUFFIX}"
         return f"{self._folder}/{self._place}{name}"
 
     def _own(self) -> str:
-        """The owner of what is added now; another one where somebody has deleted its lock."""
+        """Return the owner for new files; a new one if its lock file was deleted."""
         with self._locking:
             for _ in range(_ATTEMPTS):
                 if self._is_closed:
@@ -278,7 +279,7 @@ class Spool:
         raise TierError(f"locks in {self._folder} vanish as soon as they are made")
 
     def _take_lock(self, owner: str) -> int:
-        """Take an owner's lock, which is made where it is missing; -1 where another has it."""
+        """Take an owner's lock, creating its file if missing; -1 if another process has it."""
         fd = self._folders.open_own(self._lock_path(owner))
         try:
             if lock_file(fd):
@@ -296,7 +297,7 @@ class Spool:
                 os.close(fd)
 
     def _others(self) -> set[str]:
-        """Other owners with files for this place, and those of locks without files."""
+        """Return other owners with files for this bucket, and those of locks without files."""
         try:
             names = [] if self._is_closed else os.listdir(self._folder)
         except FileNotFoundError:
@@ -306,7 +307,7 @@ class Spool:
             return set()
         owners = {name: parts.owner for name in names if (parts := SpoolFileName.parse(name))}
         ours = {owner for name, owner in owners.items() if name.startswith(self._place)}
-        # A lock without files was left by one who held nothing when it died.
+        # A lock without files was left by a process that held nothing when it died.
         alone = {owner for name in names if (owner := owner_of_lock(name)) is not None}
         return (ours | alone - set(owners.values())) - {self._owner}
 
@@ -315,7 +316,7 @@ class Spool:
         if fd < 0:  # it lives
             return
         try:
-            # Looked at once more: it may have added some before it died, and for another place.
+            # List again: it may have added files before it died, also for another bucket.
             names = [(name, SpoolFileName.parse(name)) for name in os.listdir(self._folder)]
             left = [(name, parts) for name, parts in names if parts and parts.owner == owner]
             is_empty = True
@@ -329,7 +330,7 @@ class Spool:
             os.close(fd)
 
     def _take(self, path: str, digest: bytes, taken: list[Spooled]) -> bool:
-        """Hold a file of the dead, unless the entry is held already."""
+        """Hold a file of a dead process, unless the entry is held already."""
         if digest in self._held:
             return False
         found = os.lstat(path)
@@ -349,7 +350,7 @@ class Spool:
     # -- files -------------------------------------------------------------------------------
 
     def _link(self, source: str, target: str) -> int:
-        """Give a file its name in the spool, whole or not at all; returns its size."""
+        """Give a file its name in the spool, whole or not at all; return its size."""
         os.link(source, target, follow_symlinks=False)
         found = os.lstat(target)
         if not stat.S_ISREG(found.st_mode):
@@ -366,10 +367,10 @@ class Spool:
             self._failed("unspool", exc)
 
     def _remove_bad(self, spooled: Spooled, key: Key | None, reason: str) -> None:
-        """Delete it, and the entry of the tier that is the same file.
+        """Delete a bad file, and the entry of the tier that is the same file.
 
         Args:
-            key: None where its header is bad. Then whoever opens the entry finds that out.
+            key: None if its header is bad. Then the next reader of the entry detects that.
         """
         try:
             inode = os.lstat(spooled.path).st_ino
@@ -392,16 +393,16 @@ class Spool:
     # -- memory ------------------------------------------------------------------------------
 
     def _hold(self, spooled: Spooled) -> None:
-        """Answer for a save; an earlier one of the entry goes."""
+        """Hold a save; remove an earlier one of the entry."""
         with self._lock:
-            earlier = self._held.pop(spooled.digest, None)  # so that this one is the youngest
+            earlier = self._held.pop(spooled.digest, None)  # so that this one becomes the youngest
             self._held[spooled.digest] = spooled
             self._nbytes += spooled.nbytes - (earlier.nbytes if earlier is not None else 0)
         if earlier is not None:
             self._unlink(earlier.path)
 
     def _let_go(self, spooled: Spooled) -> bool:
-        """Hold it no more; False where it is not what is held."""
+        """Stop holding a save; return False if it was not held."""
         with self._lock:
             if self._held.get(spooled.digest) is not spooled:
                 return False
