@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REFRESH_S = 300.0
-# Who asks for what is not there has the catalogue read anew, but not again and again.
+# A request for a missing row has the catalogue read again, but no sooner than this.
 _LEAST_AGE_S = 10.0
 
 
 class HasIndex(Protocol):
-    """What answers with the catalogue as it is now, as ``Corpus.catalog()`` does."""
+    """An object that returns the catalogue as it is now, as ``Corpus.catalog()`` does."""
 
     def index(self) -> CatalogIndex:
-        """All of it, in memory."""
+        """The whole catalogue, in memory."""
         ...
 
 
@@ -41,13 +41,13 @@ Source = HasIndex | CatalogIndex | str | os.PathLike[str]
 
 
 class KnownCatalog:
-    """The catalogue in memory, read anew in the background. Thread-safe.
+    """The catalogue in memory, refreshed in the background. Thread-safe.
 
-    The first look reads it and waits for that. A later look that finds it older than ``refresh_s``
-    has it read in a thread, and answers with what is there.
+    The first call of ``index`` reads it and waits. A later call that finds it older than
+    ``refresh_s`` starts a read in a thread, and returns what is there.
 
     Attributes:
-        s3_settings: Of the open corpus that it is of, where that is on S3; else None.
+        s3_settings: The settings of the open corpus, if it is on S3; else None.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class KnownCatalog:
         """Read nothing yet.
 
         Raises:
-            ConfigError: ``refresh_s`` is no time, or ``source`` is nothing to read from.
+            ConfigError: ``refresh_s`` is not more than 0, or ``source`` cannot be read from.
         """
         if not refresh_s > 0:
             raise ConfigError("`refresh_s` is more than 0", field="refresh_s")
@@ -71,10 +71,10 @@ class KnownCatalog:
         self._background = Background("s3ec-client", self._refresh)
 
     def index(self) -> CatalogIndex:
-        """What is known.
+        """Return the catalogue as it was last read.
 
         Raises:
-            S3ECError: The first reading failed.
+            S3ECError: The first read failed.
         """
         index = self._index
         if index is None:
@@ -85,10 +85,10 @@ class KnownCatalog:
         return index
 
     def read_again(self) -> CatalogIndex:
-        """Read it now, and wait for that.
+        """Read the catalogue now, and wait for it.
 
         Raises:
-            S3ECError: It cannot be read; what was known stays.
+            S3ECError: It cannot be read; the rows read before stay.
         """
         with self._lock:
             return self._read_locked()
@@ -99,7 +99,7 @@ class KnownCatalog:
         return self._index
 
     def is_recent(self) -> bool:
-        """Whether it was read so lately that reading it again is not worth it."""
+        """True if it was read so recently that another read is not worth it."""
         return self._index is not None and self._clock() - self._read_at < _LEAST_AGE_S
 
     def close(self) -> None:
@@ -133,10 +133,10 @@ def _reader_of(source: Source) -> Callable[[], CatalogIndex]:
 
 
 def read_export(path: Path) -> pa.Table:
-    """A catalogue that ``s3ec catalog export`` wrote as Parquet, each row checked.
+    """Read a catalogue that ``s3ec catalog export`` wrote as Parquet, and check each row.
 
     Raises:
-        ConfigError: It is not there or is none, or pyarrow is not installed.
+        ConfigError: The file is absent or no catalogue, or pyarrow is not installed.
     """
     require_pyarrow()
     import pyarrow as pa

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says whether index, listing, objects and catalogue of a namespace agree, and mends that.
+"""Checks whether index, listing, objects and catalogue of a namespace agree, and repairs them.
 
-The index is compared with a listing by ``index.maker``, the catalogue with the same listing, and
-what the objects hold with what they should by ``deep_check``. An audit changes nothing. A repair:
+``index.maker`` compares the index with a listing, this module compares the catalogue with the same
+listing, and ``deep_check`` checks the bytes of the objects. An audit changes nothing. A repair:
 
-- A corrupt object is read again. If it still comes whole and bad it is deleted at once.
-- Where index and listing differ, or an object was deleted, the index is rebuilt from a listing. So
-  producers store again what was deleted.
-- The object of a row of the catalogue is looked for again. If it is gone the row is dropped.
+- It reads a corrupt object again. If it is still whole and bad it is deleted at once.
+- If index and listing differ, or an object was deleted, it rebuilds the index from a listing. So
+  producers store deleted entries again.
+- It checks again for the object of a row of the catalogue. If it is gone the row is dropped.
 
-What could not be read is never deleted: a store that fails makes nothing corrupt. Nor is an object
-of a newer format, nor anything that is no entry of the namespace, whatever an audit's state says.
-Bad objects are not kept aside. Nothing would ever read them, and the producer's copy is what makes
-good.
+An object that could not be read is never deleted: a store that fails makes nothing corrupt. Nor is
+an object of a newer format, nor anything that is no entry of the namespace, whatever an audit's
+state says. Bad objects are not kept: nothing would ever read them, and the producer's copy replaces
+them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _SHOWN = 20
-# Between the look at an object and its deletion somebody may store it again.
+# Small: between the check of an object and its deletion a process may store it again.
 _AT_A_TIME = 256
 
 
@@ -53,13 +53,13 @@ class CatalogCheck:
     """How the catalogue compares with the listing.
 
     Attributes:
-        rows: Of the catalogue, the newest of each document and place.
+        rows: Rows of the catalogue, the newest of each document and place.
         gone: Rows whose entry has no object.
         unlisted: Entries without a row; that is no fault.
-        gone_digests: Of the entries of the rows in ``gone``; zeros where nothing can be stored
-            under an identifier.
+        gone_digests: Digests of the entries of the rows in ``gone``; zeros if nothing can be
+            stored under an identifier.
         examples: Documents of some of these rows.
-        problem: Why the catalogue cannot be read; empty where it can.
+        problem: Why the catalogue cannot be read; empty if it can.
     """
 
     rows: int = 0
@@ -72,12 +72,12 @@ class CatalogCheck:
 
 @dataclass(slots=True)
 class Audit:
-    """What an audit found.
+    """The result of an audit.
 
     Attributes:
         index: How the index compares with the listing.
-        catalog: None where there is none, or it was not looked at.
-        deep: None where no object was read.
+        catalog: How the catalogue compares; None if there is none, or it was not checked.
+        deep: The result of reading the objects; None if none was read.
     """
 
     index: Verified
@@ -86,7 +86,7 @@ class Audit:
 
     @property
     def agrees(self) -> bool:
-        """Whether there is nothing to complain about."""
+        """True if the audit found no fault."""
         catalog_agrees = self.catalog is None or not (self.catalog.gone or self.catalog.problem)
         return (
             self.index.index_agrees and catalog_agrees and (self.deep is None or self.deep.agrees)
@@ -109,9 +109,9 @@ async def audit(
     MiB together, or one that is larger.
 
     Args:
-        tenant: Whose secret is in the names.
-        state: Where a deep check goes on; None to begin and to keep nothing. It knows how far this
-            came where the store or the disk fails.
+        tenant: The tenant whose secret is in the names.
+        state: Where a deep check resumes; None to begin and to keep nothing. After a failure of
+            the store or the disk it has the progress.
     """
     # First the catalogue, then the listing: a row comes after its entry.
     rows = _CatalogRows(tenant)
@@ -138,7 +138,7 @@ async def audit(
 
 
 class _CatalogRows:
-    """The entries of the catalogue's rows, of which a listing takes away those that are there."""
+    """The entries of the catalogue's rows; a listing removes those that have an object."""
 
     def __init__(self, tenant: Tenant | None) -> None:
         self._tenant = tenant
@@ -147,7 +147,7 @@ class _CatalogRows:
         self._unlisted = 0
 
     async def read(self, store: Store, layout: Layout) -> bool:
-        """False where there is no catalogue.
+        """Read the catalogue; False if there is none.
 
         Raises:
             ConfigError: pyarrow is missing.
@@ -179,7 +179,7 @@ class _CatalogRows:
         return True
 
     def _digests(self, table: pa.Table) -> Iterator[bytes]:
-        """The digest of each row's entry; zeros for what can have no object."""
+        """The digest of each row's entry; zeros for an identifier that can have no object."""
         for batch in table.column("identifier").chunks:
             for identifier in batch.to_pylist():
                 key = make_key(identifier, self._tenant)
@@ -193,7 +193,7 @@ class _CatalogRows:
         self._gone -= found
 
     async def result(self, store: Store, layout: Layout) -> CatalogCheck:
-        """What came out, when all ranges were looked at; rows that are gone are read again."""
+        """Return the result, after all ranges; parts are read again to count rows that are gone."""
         from s3ec.corpus.catalog import read_parts
 
         gone = self._gone
@@ -219,14 +219,14 @@ class _CatalogRows:
 
 @dataclass(slots=True)
 class Repair:
-    """What was mended.
+    """The result of a repair.
 
     Attributes:
-        deleted: Corrupt objects.
-        spared: Of those that were found corrupt: good, gone or unreadable when they were read
-            again, or no entries of the namespace.
-        snapshot: Name of the new snapshot of the index; empty where the old one was right.
-        dropped: Rows of the catalogue.
+        deleted: Corrupt objects that were deleted.
+        spared: Objects that an audit called corrupt, and that were good, gone or unreadable when
+            they were read again, or are no entries of the namespace.
+        snapshot: Name of the new snapshot of the index; empty if the old one was right.
+        dropped: Rows of the catalogue that were dropped.
     """
 
     deleted: int = 0
@@ -244,11 +244,11 @@ async def repair(
     node: NodeFolder | None = None,
     report: Report = unreported,
 ) -> Repair:
-    """Mend what ``audit`` found; see Corpus.repair. What is broken off can be done again.
+    """Repair what ``audit`` found; see Corpus.repair. If interrupted, it can be repeated.
 
     Args:
-        tenant: Whose secret is in the names.
-        node: This node's files of the index, so that its engines are told what was deleted.
+        tenant: The tenant whose secret is in the names.
+        node: This node's files of the index, where its engines read which entries were deleted.
     """
     done = Repair()
     if found.deep is not None and found.deep.bad:
@@ -276,13 +276,13 @@ async def _delete_corrupt(
     node: NodeFolder | None,
     report: Report,
 ) -> None:
-    """Delete the objects that are still corrupt, some at a time."""
+    """Delete the objects that are still corrupt, in batches."""
     names = list(dict.fromkeys(one.name for one in bad))
 
     async def look(name: str) -> Key | None:
         below = name.removeprefix(layout.objects)
         if not name.startswith(layout.objects) or not is_object_name(below):
-            return None  # the state is a file, in which anybody may have written
+            return None  # the state is a file, which any process may have written
         info = await store.head(name)
         kind = "gone" if info is None else (await check_object(store, layout, info)).kind
         return key_of_object(layout, name) if kind == "corrupt" else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job waits for: the bucket's word for each embedding, then a row in the catalogue.
+"""What a job waits for: the bucket confirms each embedding, then the catalogue gets its row.
 
-``Ledger`` asks the bucket, by the index and by the catalogue. ``Confirmations`` has the embeddings
-that are encoded and not confirmed yet, and the rows that are not written yet.
+``Ledger`` reads the bucket's index and its catalogue. ``Confirmations`` keeps the embeddings that
+are encoded but not confirmed yet, and the rows that are not written yet.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 Counted: TypeAlias = Literal["encoded", "catalogued", "renewed"]
 log = logging.getLogger(__name__)
 
-# How often the index is asked for what was confirmed. Writers announce every 2 s.
+# How often the index is read for new confirmations. Writers announce every 2 s.
 _LOOK_S = 1.0
-# Embeddings that are encoded and not confirmed. More would only fill the spool.
+# The most embeddings that are encoded and not confirmed. More would only fill the spool.
 _MOST_UNCONFIRMED = 2048
-# Rows of the catalogue that are written at once, and how long one waits at most for others.
+# Rows of the catalogue that are written at once, and how long a row waits at most for others.
 _ROWS_AT_A_TIME = 5000
 _ROWS_EVERY_S = 30.0
 
@@ -61,8 +61,8 @@ class Origin:
     """What is known of an item without its bytes.
 
     Attributes:
-        sha256: Of its bytes; empty while nobody has read them.
-        stamp: How it was named, and by what its file is known again.
+        sha256: Of its bytes; empty until they are read.
+        stamp: How it was named, and what identifies its file in a later job.
     """
 
     item: SourceItem
@@ -70,7 +70,7 @@ class Origin:
     stamp: str
 
     def row(self, like: CatalogRow, stored_s: float) -> CatalogRow:
-        """Its row: ``like`` is one of the same embedding."""
+        """Make its row from ``like``, a row of the same embedding."""
         item = self.item
         return replace(
             like,
@@ -84,7 +84,7 @@ class Origin:
         )
 
 
-# For what is not known of an item before it is read and encoded.
+# The values of a row before its item is read and encoded.
 _ANY = CatalogRow("", None, "", "", "0" * 64, "image", 1, 1, "bfloat16", None, 1, 0.0, {})
 
 
@@ -93,16 +93,15 @@ def failure_of(item: SourceItem, reason: str) -> Failure:
 
 
 class Ledger:
-    """What the bucket has by its own word: the index for embeddings, the catalogue for documents.
+    """What the bucket has: embeddings by its index, documents by its catalogue.
 
-    Coroutines run on the corpus's loop. ``holds``, and what reads the catalogue, are for any
-    thread.
+    Coroutines run on the corpus's loop. ``holds``, and reads of the catalogue, are for any thread.
 
     Attributes:
         has_catalogue: False under a tenant's secret, where ``catalogue`` stays empty.
         catalogue: As it was at the start.
         index: Asks the bucket with each refresh.
-        key: Makes the key of an identifier; None where nothing may be stored under it.
+        key: Makes the key of an identifier; None if nothing may be stored under it.
     """
 
     index: ManifestIndex
@@ -120,14 +119,14 @@ class Ledger:
         self._layout = Layout(namespace.name)
         naming = naming_of(corpus.settings)
         self.key = naming.make_key
-        # A catalogue would say what a secret is to keep: which picture lies under which name.
+        # A catalogue would reveal what the secret protects: which picture has which name.
         self.has_catalogue = naming.tenant is None
         self.catalogue = CatalogIndex()
         self._writer: CatalogWriter | None = None
         corpus.run(self._open)
 
     def close(self) -> None:
-        """Fold the parts that this job has written, and let go of this node's files."""
+        """Fold the parts that this job has written, and release this node's files."""
         writer, self._writer = self._writer, None
         if writer is not None:
             try:
@@ -154,18 +153,18 @@ class Ledger:
             raise
 
     def holds(self, key: Key) -> bool:
-        """Whether a writer has said that the bucket confirmed this one."""
+        """True if a writer has announced that the bucket confirmed this key's entry."""
         return self.index.maybe_contains(key)
 
     async def describe(self, store: Store, key: Key) -> CatalogRow | None:
-        """What the bucket says of an embedding, by its own header; None where it is gone.
+        """Describe an embedding by the header of its object; None if the object is gone.
 
         Raises:
             UnavailableError, AccessError: The bucket does not answer.
-            CorruptEntryError: It is not what it should be.
+            CorruptEntryError: The object is not a valid entry.
         """
-        # One request: the index tells the size. What another s3ec has stored of that name may be
-        # of another one, which the bucket tells.
+        # One request: the index has the size. An object of that name from another s3ec may have
+        # another size; then the bucket is asked for it.
         told = CorpusEntry(self._layout.namespace, key.name, self.index.nbytes(key) or 0, 0.0)
         try:
             entry = await read_header(store, told)
@@ -192,13 +191,13 @@ class Ledger:
         """Refuse an item that the catalogue cannot name, before it is encoded.
 
         Raises:
-            ConfigError: Says what is wrong with it; all rows written with its own would be lost.
+            ConfigError: Says what is wrong with it; all rows in its batch would be lost.
         """
         if self.has_catalogue:
             check_row(replace(origin, sha256=origin.sha256 or _ANY.identifier).row(_ANY, 0.0))
 
     async def append(self, store: Store, rows: Sequence[CatalogRow]) -> None:
-        """Add rows to the catalogue, confirmed when this returns."""
+        """Add rows to the catalogue; they are confirmed when this returns."""
         if self.has_catalogue:
             if self._writer is None:
                 self._writer = CatalogWriter(store, self._layout)
@@ -208,7 +207,7 @@ class Ledger:
 class Confirmations:
     """Waits for the bucket, then writes the catalogue, in a thread of its own.
 
-    ``wait_for_room`` and ``settle`` wait for that, and ``end`` ends it.
+    ``wait_for_room`` and ``settle`` wait for the thread, and ``end`` ends it.
 
     States of an item:
 
@@ -217,16 +216,16 @@ class Confirmations:
     ===========  ===========  ==================================================================
     (new)        waiting      ``add``: it is encoded, or the index had it
     (new)        confirmed    ``add_row``: the embedding and its facts were known
-    waiting      confirmed    the index tells of it, and its header was read back
+    waiting      confirmed    the index has its key, and its header was read back
     confirmed    catalogued   the bucket has confirmed a part of the catalogue with its row
     waiting      failed       its object is bad, or the end came first
     ===========  ===========  ==================================================================
 
-    What is counted is catalogued. A job that is killed before that finds the embedding in the
-    index, and only adds the row. A request that fails is made again, until the end.
+    An item is counted once it is catalogued. If a job is killed before that, the next one finds the
+    embedding in the index, and only adds the row. A request that fails is repeated, until the end.
 
     Args:
-        report: Told what is catalogued, and what fails.
+        report: Gets the counts of catalogued items, and the failures.
     """
 
     def __init__(self, corpus: OpenBucket, ledger: Ledger, report: PrecomputeReport) -> None:
@@ -238,7 +237,7 @@ class Confirmations:
         self._problem = self._gone = ""
         self._is_settling = self._is_ending = False  # no more will come
         self._moved_s = self._written_s = time.monotonic()
-        self._lock = threading.Condition()  # of all above; notified after each round
+        self._lock = threading.Condition()  # of all above; notified after each pass
         self._soon = threading.Event()
         self._thread = threading.Thread(target=self._work, name="s3ec-confirm", daemon=True)
         self._thread.start()
@@ -251,21 +250,21 @@ class Confirmations:
             self._waiting.setdefault(key, []).append((origin, how))
 
     def waits_for(self, key: Key) -> bool:
-        """Whether an item waits for this embedding."""
+        """True if an item waits for this embedding."""
         return key in self._waiting
 
     def add_row(self, row: CatalogRow, how: Counted) -> None:
-        """Write a row for an embedding that is there."""
+        """Queue the row of an embedding that the bucket has."""
         with self._lock:
             self._rows.append((row, how))
             if len(self._rows) >= _ROWS_AT_A_TIME and not self._problem:
                 self._soon.set()
 
     def wait_for_room(self, stopped: threading.Event, patience_s: float) -> None:
-        """Return when fewer wait than may; the bucket sets the pace then.
+        """Wait while as many embeddings wait as may, so that the bucket sets the pace.
 
         Raises:
-            EncoderError: It has confirmed nothing for too long.
+            EncoderError: The bucket has confirmed nothing for ``patience_s``.
         """
         with self._lock:
             while len(self._waiting) >= _MOST_UNCONFIRMED and not stopped.is_set():
@@ -276,7 +275,7 @@ class Confirmations:
                 self._lock.wait(_LOOK_S)
 
     def settle(self, patience_s: float) -> None:
-        """Wait until all is confirmed and catalogued, for as long as that goes on."""
+        """Wait until all is confirmed and catalogued, or until ``patience_s`` without progress."""
         with self._lock:
             self._is_settling, self._moved_s = True, time.monotonic()
             self._soon.set()
@@ -284,7 +283,7 @@ class Confirmations:
                 self._lock.wait(_LOOK_S)
 
     def end(self) -> None:
-        """Look once more, write what is confirmed, and report the items that are not."""
+        """Check once more, write the confirmed rows, and report the items that are unconfirmed."""
         self._is_ending = True
         self._soon.set()
         self._thread.join()
@@ -305,7 +304,7 @@ class Confirmations:
         while not self._is_ending:
             self._round()
             self._soon.wait(_LOOK_S)
-            self._soon.clear()  # before it looks: what comes now is seen
+            self._soon.clear()  # before the pass, which sees what came until then
 
     def _round(self) -> None:
         problem = ""
@@ -322,7 +321,7 @@ class Confirmations:
             self._lock.notify_all()
 
     def _look(self) -> None:
-        """Ask the index, and read the headers of what it tells of."""
+        """Refresh the index, and read the headers of the waiting entries that it has."""
         with self._lock:
             keys = [*self._waiting]
         if keys:
@@ -333,28 +332,28 @@ class Confirmations:
     async def _confirmed(
         self, store: Store, keys: Sequence[Key]
     ) -> Mapping[Key, CatalogRow | str | None]:
-        """What the index tells of: its row, why it will not be had, or None where it is gone."""
+        """For each key that the index has: its row, why it is unusable, or None if it is gone."""
         await self._ledger.index.refresh()
         told = [key for key in keys if self._ledger.holds(key)]
 
         async def read(key: Key) -> CatalogRow | str | None:
             try:
                 row = await self._ledger.describe(store, key)
-            except CorruptEntryError as exc:  # it blocks its key, and is to keep no other back
+            except CorruptEntryError as exc:  # it blocks its own key, and must delay no other
                 return f"{exc}; `s3ec verify --deep --repair` deletes it, then run the job again"
-            if row is None:  # not asked for each second; and this node's engines store it again
+            if row is None:  # not requested each second; and this node's engines store it again
                 self._ledger.index.mark_missing(key, absent=True)
             return row
 
         found = dict(zip(told, await in_parallel(told, read), strict=True))
         if None in found.values():
-            await self._ledger.index.refresh()  # this node's engines hear of it
+            await self._ledger.index.refresh()  # announces it to this node's engines
         return found
 
     def _confirm(self, found: Mapping[Key, CatalogRow | str | None]) -> None:
         now_s = time.time()
         for key, facts in found.items():
-            if facts is None:  # engines of other nodes do not store it again until then
+            if facts is None:  # engines of other nodes do not store it until the rebuild
                 self._gone = (
                     "the index names what the bucket does not hold; `s3ec manifest rebuild` mends "
                     "that"
@@ -368,7 +367,7 @@ class Confirmations:
                     self._rows.append((origin.row(facts, now_s), how))
 
     def _write(self) -> None:
-        """Write the rows that there are, if that is due."""
+        """Write the rows that wait, if a write is due."""
         with self._lock:
             is_late = time.monotonic() - self._written_s >= _ROWS_EVERY_S
             is_last = self._is_ending or (self._is_settling and not self._waiting)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads every object of a namespace and checks every byte of it; can be broken off and resumed.
+"""Reads every object of a namespace and checks every byte of it; can be interrupted and resumed.
 
-It goes through the names in their order, so that one name, the cursor, says how far it is.
+It reads the objects in the order of their names, so one name, the cursor, is its position.
 ``AuditState`` keeps that in a file.
 
-**What changes meanwhile.** An object that is stored behind the cursor is read by the next check.
-One that is deleted before its turn is not missed. Objects are never replaced.
+**Changes during a check.** An object that is stored behind the cursor is read by the next check.
+One that is deleted before it is read counts as gone. Objects are never replaced.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from s3ec.tier.files import write_file
 log = logging.getLogger(__name__)
 
 MOST_KEPT = 10_000
-"""Bad objects whose names are kept, for a repair; further ones are only counted."""
+"""How many names of bad objects are kept, for a repair; further ones are only counted."""
 _ATTEMPTS = 3
-# Objects in memory at a time; a larger one goes alone.
+# Bytes of objects in memory at a time; a larger object is read alone.
 _INFLIGHT_BYTES = 256 * 2**20
 _SAVE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class BadObject:
-    """An object that is not what it should be, or that could not be read.
+    """An object that is corrupt, or that could not be read.
 
     Attributes:
         name: Relative to the corpus's prefix.
-        reason: A word, see CorruptEntryError; ``unavailable`` or ``access`` where it was not read.
-        message: What is wrong, for people.
+        reason: A word, see CorruptEntryError; ``unavailable`` or ``access`` if it was not read.
+        message: What is wrong, as a sentence.
     """
 
     name: str
@@ -65,23 +65,23 @@ class BadObject:
 
 @dataclass(slots=True)
 class DeepCheck:
-    """What reading the objects found. It counts over all runs with the same state.
+    """The result of reading the objects. It counts over all runs with the same state.
 
     Attributes:
-        objects: That were read whole, corrupt ones included.
+        objects: Objects that were read whole, corrupt ones included.
         nbytes: Their size.
-        gone: Deleted between the listing and their turn.
+        gone: Objects that were deleted between the listing and their read.
         foreign: Objects below ``objects/`` with no name of ours; not read.
-        newer: Of another format than this release reads, which a newer s3ec wrote. They may be
+        newer: Objects of a newer s3ec, in a format that this release does not read. They may be
             good, and are no fault.
-        unstable: Came bad once and good when they were read again: damaged on their way.
-        corrupt: Came whole twice with the same bytes, which are bad.
-        unread: Could not be read whole, or came differently each time. They may be good.
-        reasons: How many of ``corrupt`` for which reason.
+        unstable: Objects that were bad once and good when read again: damaged on their way.
+        corrupt: Objects that were read whole twice, with the same bad bytes.
+        unread: Objects that could not be read whole, or differed each time. They may be good.
+        reasons: How many of ``corrupt`` for each reason.
         bad: The corrupt ones, up to MOST_KEPT.
         unreadable: The unread ones, likewise.
-        resumed: Objects of earlier runs with this state, of all.
-        complete: Whether every name has had its turn.
+        resumed: How many of ``objects`` earlier runs with this state have read.
+        complete: True if every object was read.
     """
 
     objects: int = 0
@@ -104,7 +104,7 @@ class DeepCheck:
 
     @property
     def agrees(self) -> bool:
-        """Whether all objects are as they should be."""
+        """True if every object was read and none is corrupt."""
         return not self.corrupt and not self.unreadable and self.complete
 
 
@@ -119,16 +119,16 @@ async def check_objects(
 ) -> DeepCheck:
     """Read every object of a namespace and check every byte of it, 16 at a time.
 
-    An object is corrupt where two reads bring it whole, with the same bytes, and these are bad. So
-    neither a store that fails nor something on the way that damages what passes makes one corrupt.
+    An object is corrupt if two reads return it whole, with the same bad bytes. So neither a store
+    that fails nor damage on the way makes an object corrupt.
 
     Args:
-        state: Where to go on, and where progress is kept; nothing is read where it is complete.
+        state: Where to resume, and where progress is kept; nothing is read if it is complete.
         expected: How many objects there may be, for ``report``.
         width: Objects that are read at a time.
 
     Raises:
-        UnavailableError, AccessError: Many objects in a row could not be read, or not be listed.
+        UnavailableError, AccessError: Many objects in a row could not be read, or a listing failed.
         TierError: The state cannot be written.
     """
     if state is not None and state.found.complete:
@@ -145,7 +145,7 @@ async def check_objects(
 
 
 class _DeepRun:
-    """One run of check_objects. Objects end in any order; the cursor waits for the first."""
+    """One run of check_objects. Reads end in any order; the cursor waits for the first of them."""
 
     def __init__(
         self,
@@ -167,15 +167,16 @@ class _DeepRun:
         self._cursor = "" if state is None else state.cursor
         self.found.resumed = self.found.objects
         self._memory = ByteBudget(_INFLIGHT_BYTES)
-        # Who comes first is first: else a large object waits for all others, as does the cursor.
+        # In order of arrival: else a large object waits for all others, as does the cursor.
         self._queue = asyncio.Lock()
         self._outage = Outage()
         self._numbers = self._first = 0
-        # What ends above the cursor would be read again: it counts when the cursor has passed it.
+        # Results above the cursor, whose objects a resumed run reads again: each counts when the
+        # cursor passes it.
         self._waiting: dict[int, tuple[str, Outcome]] = {}
 
     async def run(self, width: int) -> None:
-        """Read all that is left."""
+        """Read all objects that are left."""
         await for_each(_in_order(self._store, self._layout, self._cursor), self._turn, width=width)
         await self._read_again()
         self.found.complete = True
@@ -229,7 +230,7 @@ class _DeepRun:
                     raise outcome.error or UnavailableError(outcome.message)
 
     async def _read_again(self) -> None:
-        """Those that could not be read when it was their turn."""
+        """Read again the objects that could not be read before."""
         before, self.found.unreadable = self.found.unreadable, []
         left = list(before)
         try:
@@ -242,18 +243,18 @@ class _DeepRun:
             self.found.unreadable += left
 
     def save(self) -> None:
-        """Keep how far it is."""
+        """Save the cursor and the results so far."""
         if self._state is not None:
             self._state.save(self._cursor)
 
 
 async def _in_order(store: Store, layout: Layout, after: str) -> AsyncGenerator[ObjectInfo, None]:
-    """The objects of a namespace in the order of their names. To be closed.
+    """The objects of a namespace in the order of their names. The caller closes it.
 
-    Memory: the names of two folders, which are some 1/256 of all each.
+    Memory: the names of two folders, each with some 1/256 of all.
 
     Args:
-        after: Only those with a later name; empty for all.
+        after: Only objects with a later name; empty for all.
     """
     few = await at_most(store, layout.objects, FEW)
     if few is not None:
@@ -263,7 +264,7 @@ async def _in_order(store: Store, layout: Layout, after: str) -> AsyncGenerator[
     folders = sorted(await leaf_folders(store, layout.objects))
     listing: asyncio.Task[list[ObjectInfo]] | None = None
     try:
-        # One folder is listed while the one before is read.
+        # One folder is listed while the objects of the previous one are read.
         for folder in (*(one for one in folders if one + "\U0010ffff" > after), None):
             listed_before, listing = listing, None
             if folder is not None:
@@ -288,15 +289,15 @@ async def _all_below(store: Store, prefix: str) -> list[ObjectInfo]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What reading one object came to.
+    """The result of reading one object.
 
     Attributes:
         kind: ``good``, ``gone``, ``foreign``, ``newer``, ``unstable``, ``corrupt`` or ``unread``.
-        nbytes: That were read whole.
+        nbytes: Its size, if it was read whole.
         reason: What is wrong with it, in a word; see BadObject.
-        message: The same for people.
-        digest: Of all bytes, where they are bad.
-        error: Of the store, where that did not give it.
+        message: The same as a sentence.
+        digest: Of all bytes, if they are bad.
+        error: The store's error, if it did not return the object.
     """
 
     kind: str
@@ -310,7 +311,7 @@ class Outcome:
 async def check_object(store: Store, layout: Layout, info: ObjectInfo) -> Outcome:
     """Read one object until it is good, or twice the same and bad.
 
-    What the store raises is part of the answer.
+    Errors of the store are returned in the outcome, not raised.
     """
     seen: set[str] = set()
     outcome = Outcome("unread")
@@ -330,9 +331,9 @@ async def _read(store: Store, layout: Layout, info: ObjectInfo) -> Outcome:
         said = f"{info.nbytes} bytes are more than a job reads; `s3ec rm` deletes it"
         return Outcome("unread", reason="size", message=said)
     try:
-        # One byte at least: an empty object is asked for too.
+        # One byte at least: an empty object is requested too.
         blob = await download(store, info.name, max(info.nbytes, 1))
-    except CorruptEntryError as exc:  # it did not come whole
+    except CorruptEntryError as exc:  # it was not read whole
         return Outcome("unread", reason=exc.reason, message=str(exc))
     except (UnavailableError, AccessError) as exc:
         word = "access" if isinstance(exc, AccessError) else "unavailable"
@@ -346,7 +347,7 @@ async def _read(store: Store, layout: Layout, info: ObjectInfo) -> Outcome:
         digest = digest_of_name(info.name.removeprefix(layout.objects))
         header = checked_header(blob, layout.namespace, digest)
         codec.check_data(header, memoryview(blob)[header.data_start :])
-    except CorruptEntryError as exc:  # what a newer s3ec wrote is not ours to judge
+    except CorruptEntryError as exc:  # this release cannot judge an entry of a newer s3ec
         kind = "newer" if exc.reason == "version" else "corrupt"
         return Outcome(kind, info.nbytes, exc.reason, str(exc), codec.checksum(blob))
     return Outcome("good", info.nbytes)
@@ -356,27 +357,27 @@ async def _read(store: Store, layout: Layout, info: ObjectInfo) -> Outcome:
 
 
 class AuditState:
-    """How far a deep check of one namespace is, in a file.
+    """The progress of a deep check of one namespace, in a file.
 
-    The file is written again at most once a second, with the cursor and all that was found. So a
-    run that is killed reads again what it has read since. Of two at once each writes all that it
-    knows, and the last one counts. A check that is complete begins from the start when it is opened
+    The file is written at most once a second, with the cursor and all results. So after a kill only
+    the objects read since then are read again. If two checks run at once, each writes all that it
+    knows, and the last write counts. A complete check begins from the start when it is opened
     again, unless the caller wants its result; so does one whose file is damaged.
 
     Attributes:
-        found: What was found so far.
-        cursor: Every object up to this name has had its turn.
+        found: The results so far.
+        cursor: Every object up to this name was read.
     """
 
     def __init__(
         self, folder: str | os.PathLike[str], of: Mapping[str, Any], *, again: bool = True
     ) -> None:
-        """Open or make it.
+        """Open the state, or begin a new one.
 
         Args:
-            folder: Made where it is absent. It has a file for each corpus.
-            of: What the state is of: the ``namespace``, the corpus, and its server. Plain JSON.
-            again: Begin from the start where it is complete.
+            folder: Made if it is absent. It has a file for each corpus.
+            of: The ``namespace``, the corpus, and its server, which the state is of. Plain JSON.
+            again: Begin from the start if it is complete.
 
         Raises:
             TierError: The disk refuses.
@@ -393,11 +394,11 @@ class AuditState:
         self._read(again=again)
 
     def is_due(self, cursor: str) -> bool:
-        """True if it is time to write, and there is something to say."""
+        """True if it is time to write, and the cursor has moved."""
         return cursor != self.cursor and time.monotonic() >= self._due_s
 
     def save(self, cursor: str) -> None:
-        """Keep how far it is.
+        """Write the cursor and the results so far.
 
         Raises:
             TierError: The disk refuses.

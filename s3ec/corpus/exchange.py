@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A corpus to and from a folder, for sites without a network; and from a folder of vLLM's.
+"""Copies a corpus to and from a folder, for sites without a network; and from a folder of vLLM's.
 
 The folder has the names of the bucket, so that ``url: file:///FOLDER`` serves it as it is. vLLM's
-is that of its ECExampleConnector (0.32): a folder for each content hash with one file in it, which
-says nothing of model, modality or checksum.
+folder is that of its ECExampleConnector (0.32): a folder for each content hash with one file, which
+does not name model, modality or checksum.
 
-Every byte is checked between reading and writing. What is there is skipped, and nothing is ever
-replaced, so a run that was broken off is completed by the next one. Readers are told at the end, by
-a listing that becomes the index. In a folder each file appears whole or not at all, by a rename,
-since memory sticks have no hard links. No symbolic link is followed.
+Every byte is checked between reading and writing. Existing entries are skipped, and nothing is ever
+replaced, so the next run completes one that was interrupted. At the end a listing becomes the
+index, by which readers find the entries. In a folder each file appears whole or not at all, by a
+rename, since memory sticks have no hard links. No symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from s3ec.corpus.catalog_file import CatalogRow
     from s3ec.settings import Settings
 
-# Entries in memory at a time; a larger one goes alone.
+# Bytes of entries in memory at a time; a larger entry is copied alone.
 _INFLIGHT_BYTES = 256 * 2**20
 # vllm/distributed/ec_transfer/ec_connector/example_connector.py of 0.32.
 _EXAMPLE = re.compile(r"([0-9a-f]{64})/encoder_cache\.safetensors")
@@ -73,16 +73,16 @@ _EXAMPLE_NAME = "encoder_cache.safetensors"
 
 @dataclass(slots=True)
 class Transferred:
-    """What was copied, and what was not.
+    """The counts and the failures of a copy.
 
     Attributes:
         namespace: Of the entries.
         copied: Entries that were written now.
         nbytes: Their size.
-        present: Entries that were there before.
+        present: Entries that the target had before.
         skipped: Files of vLLM's layout whose folder is no content hash.
-        catalogued: Rows of the catalogue that were new over there.
-        failures: What could not be copied, by label or by what the caller called it, and why.
+        catalogued: Rows of the catalogue that were new in the target.
+        failures: Entries that could not be copied, by label or by the caller's name, and why.
     """
 
     namespace: str
@@ -95,7 +95,7 @@ class Transferred:
 
     @property
     def status(self) -> str:
-        """``complete``; ``partial``, where some could not be copied; ``failed`` if none could."""
+        """``complete``; ``partial`` if some could not be copied; ``failed`` if none could."""
         if not self.failures:
             return "complete"
         return "partial" if self.copied + self.present else "failed"
@@ -110,15 +110,15 @@ async def export(
     keys: Mapping[str, Key] | None = None,
     report: Report = unreported,
 ) -> Transferred:
-    """Copy the wanted entries of a namespace into a folder; see Corpus.export.
+    """Copy entries of a namespace into a folder; see Corpus.export.
 
     Args:
-        keys: Of the wanted entries, by what the caller calls them; None for all.
+        keys: The keys of the entries to copy, by the caller's names; None for all.
     """
     await asyncio.to_thread(_begin, folder, layout)
     async with _opened(folder, settings, writes=True) as target:
         result = await _copy_namespace(store, target, layout, settings, keys, report)
-    # The files have their names; this brings their bytes to the disk, which may be pulled out.
+    # The files have their names; this writes their bytes to the disk, which may be pulled out.
     await asyncio.to_thread(os.sync)
     return result
 
@@ -134,7 +134,7 @@ async def import_folder(
     """Copy a namespace from a folder; see Corpus.import_from.
 
     Args:
-        store: The bucket, which honours conditional writes or looks before it writes.
+        store: The bucket, which honours conditional writes or checks before it writes.
         settings: Of the bucket's corpus.
     """
     async with _opened(folder, settings) as source:
@@ -152,7 +152,7 @@ async def import_example(
 ) -> Transferred:
     """Copy a folder in vLLM's layout; see Corpus.import_example.
 
-    Shape, type and finite numbers are checked, and the namespace's record.
+    Shape, type and finite numbers are checked, and compared with the namespace's record.
 
     Args:
         store, settings: As for import_folder.
@@ -175,17 +175,18 @@ _Checked = tuple[codec.Header, Sequence[bytes | memoryview]]
 
 
 class _Copying:
-    """One run over all wanted entries of a namespace. Nothing in the target is ever replaced.
+    """One run over the entries to copy. Nothing in the target is ever replaced.
 
-    An entry ends as present, as copied, or as a failure with its reason, and the others go on.
+    An entry ends as present, as copied, or as a failure with its reason; a failure does not stop
+    the others.
 
     Args:
-        target: A store that honours conditional writes, or looks before it writes.
-        read: Reads an entry of the source, checked; None where it is gone. Raises
-            CorruptEntryError where it is bad.
+        target: A store that honours conditional writes, or checks before it writes.
+        read: Reads an entry of the source, and checks it; None if it is gone. Raises
+            CorruptEntryError if it is bad.
 
     Attributes:
-        result: What came of it so far.
+        result: The counts and failures so far.
         there: Digests of the entries that the target has now.
     """
 
@@ -212,15 +213,15 @@ class _Copying:
     async def run(
         self, batches: AsyncGenerator[Sequence[CorpusEntry], None], total: int | None
     ) -> None:
-        """Copy all.
+        """Copy all entries.
 
         Args:
-            batches: The entries; it is closed.
+            batches: The entries; ``run`` closes it.
             total: About how many there are, for the report.
 
         Raises:
             NoSpaceError: The disk is full.
-            UnavailableError, AccessError: A store does not answer, or refuses all.
+            UnavailableError, AccessError: A store does not answer, or refuses every request.
         """
         self._total = total
         async with aclosing(batches):
@@ -249,7 +250,7 @@ class _Copying:
         self._report("copying", self._done, self._total)
 
     async def _copy_if_absent(self, entry: CorpusEntry) -> bool:
-        """False where the target has it already."""
+        """Copy an entry; False if the target has it already."""
         name = self._layout.objects + entry.name
         info = await self._target.head(name)
         if info is not None:
@@ -272,14 +273,14 @@ class _Copying:
             )
         try:
             await self._target.put_if_absent(name, pieces)
-        except ConflictError:  # another one was faster, or it is an empty file
+        except ConflictError:  # another process was faster, or it is an empty file
             info = await self._target.head(name)
             await self._require_good(entry, 0 if info is None else info.nbytes)
             return False
         return True
 
     async def _require_good(self, entry: CorpusEntry, nbytes: int) -> None:
-        """Look at the header of an entry that is there: a power cut may have left half of it."""
+        """Check the header of an existing entry: a power cut may have left half of it."""
         with suppress(CorruptEntryError):
             if await read_header(self._target, replace(entry, nbytes=nbytes)) is not None:
                 return
@@ -323,21 +324,21 @@ async def _copy_namespace(
 async def _entries_of(
     source: Store, layout: Layout, keys: Sequence[Key]
 ) -> AsyncGenerator[Sequence[CorpusEntry], None]:
-    """Those of some entries that are there."""
+    """Find those of some entries that exist."""
     for start in range(0, len(keys), BATCH):
         found = await find_objects(source, layout, keys[start : start + BATCH])
         yield list(entries_of(layout, filter(None, found.values())))
 
 
 async def _agree(source: Store, target: Store, layout: Layout) -> None:
-    """Make sure that both sides are of the namespace of that name; begin it over there.
+    """Check that both sides hold the namespace of that name; create it in the target if absent.
 
     Raises:
-        ConfigError: Nothing says of which model it is, or what says it is of another one.
+        ConfigError: No descriptor tells the model, or it is of another namespace.
     """
     theirs, there = await _descriptor(source, layout), await _descriptor(target, layout)
     if theirs and not there:
-        with suppress(ConflictError):  # another one was faster, or what is there is unusable
+        with suppress(ConflictError):  # another process was faster, or the object is unusable
             body = Namespace.from_descriptor(theirs).to_json()
             await target.put_if_absent(layout.descriptor, [body])
         there = await _descriptor(target, layout)
@@ -350,7 +351,7 @@ async def _agree(source: Store, target: Store, layout: Layout) -> None:
 
 
 async def _descriptor(store: Store, layout: Layout) -> Mapping[str, Any]:
-    """Empty where there is none that can be used."""
+    """Read a namespace's descriptor; empty if there is none that can be used."""
     [about] = await read_namespaces(store, [layout.namespace])
     if not about.descriptor:
         return {}
@@ -368,7 +369,7 @@ async def _descriptor(store: Store, layout: Layout) -> Mapping[str, Any]:
 async def _copy_rows(
     source: Store, target: Store, layout: Layout, there: Set[bytes], result: Transferred
 ) -> None:
-    """Append those rows of entries that are there now which the other catalogue lacks."""
+    """Append rows of copied entries that are missing in the target's catalogue."""
     from s3ec.corpus.catalog import CatalogWriter, list_parts, read_table
     from s3ec.corpus.catalog_file import to_rows
 
@@ -407,7 +408,7 @@ async def _opened(
 
 
 def folder_settings(folder: Path, settings: Settings) -> Settings:
-    """The settings of a corpus in a folder that is there, beside those of another corpus.
+    """Make the settings of a corpus in an existing folder, from those of another corpus.
 
     Raises:
         ConfigError: It is no folder, or its path cannot be a corpus.
@@ -433,9 +434,9 @@ def folder_settings(folder: Path, settings: Settings) -> Settings:
 
 
 def _begin(folder: Path, layout: Layout) -> None:
-    """Make a folder, and remove what killed exports left. What a link leads to is not ours.
+    """Make a folder, and remove temporary files of killed exports. No link is followed.
 
-    An export that runs beside this one writes what it has lost once more.
+    An export that runs at the same time writes the files again that it loses by this.
 
     Raises:
         TierError: The folder cannot be made, or is none.
@@ -454,9 +455,9 @@ def _begin(folder: Path, layout: Layout) -> None:
 
 
 class _Renaming(Wrapper):
-    """A folder in which files appear by a rename, which needs no hard links: looks before it.
+    """A folder in which files appear by a rename, after a check; it needs no hard links.
 
-    Of two who write one name at once the later one wins: an entry has the same bytes.
+    If two processes write one name at once, the later one wins: an entry has the same bytes.
     """
 
     def __init__(self, inner: Store, folder: Path) -> None:
@@ -489,11 +490,11 @@ class _ExampleSource:
     Args:
         layout: Of the namespace whose entries these are.
         modality: Of all of them.
-        tenant: Whose secret is in their names.
+        tenant: The tenant whose secret is in their names.
 
     Attributes:
         found: Files of this layout.
-        skipped: Those whose folder is no content hash.
+        skipped: Files whose folder is no content hash.
     """
 
     def __init__(self, store: Store, layout: Layout, modality: str, tenant: Tenant | None) -> None:
@@ -505,7 +506,7 @@ class _ExampleSource:
         self.found = self.skipped = 0
 
     async def entries(self) -> AsyncGenerator[Sequence[CorpusEntry], None]:
-        """All of them, some at a time; to be closed."""
+        """All entries, in batches. The caller closes it."""
         batch: list[CorpusEntry] = []
         async for info in listed(self._store, ""):
             if not info.name.endswith(f"/{_EXAMPLE_NAME}"):
@@ -525,7 +526,7 @@ class _ExampleSource:
         yield batch
 
     async def read(self, entry: CorpusEntry) -> _Checked | None:
-        """An entry in our layout; None where it is gone."""
+        """Read an entry in our layout; None if it is gone."""
         key = self._keys[entry.name]
         name = f"{key.identifier}/{_EXAMPLE_NAME}"
         blob = await self._store.get(name, max_bytes=entry.nbytes)
@@ -549,8 +550,7 @@ def _example_tensor(file: bytes) -> tuple[codec.Shape, memoryview]:
     """The shape and the values of a file with one tensor.
 
     Raises:
-        CorruptEntryError: Not a file with one tensor of rows and width, of a type that embeddings
-            have.
+        CorruptEntryError: The file has not one tensor of rows and width, of an embedding's type.
     """
     try:
         [(name, tensor)] = safetensors.deserialize(file)  # type: ignore[no-untyped-call]

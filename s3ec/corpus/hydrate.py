@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hydrate: fill this node's tier from the bucket before traffic comes, with every byte verified.
 
-Entries are read from the replicas first, as an engine reads them, and what there is home says.
+Entries are read from the replicas first, as an engine reads them; home says which entries exist.
 
-It goes beside an engine's prefetcher and not through it. A prefetcher brings what a request needs,
-by rows, width and modality, holds it open for that request, and evicts for it. Here nobody knows
-these before the object says them, nobody waits, and nothing may go for what comes. The parts below
-are the same: checksums, files, claims, and the news that other processes hear.
+A hydration does not use an engine's prefetcher. A prefetcher fetches what a request needs, by
+rows, width and modality, holds it open for that request, and evicts for it. Here only the object
+itself tells these, no request waits, and no entry may be evicted for a new one. Both use the same
+parts below: checksums, files, claims, and the announcements that other processes read.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of bodies in memory at a time; a larger one goes alone.
+# Bytes of bodies in memory at a time; a larger body is fetched alone.
 _MAX_INFLIGHT_BYTES = 2**30
-# How soon what another process fetches is looked at again, and how long it is waited for. A process
-# that hangs must not keep a pod from its start.
+# The pauses between checks of an entry that another process fetches, and how long to wait for it.
+# A process that hangs must not keep a pod from starting.
 _FIRST_LOOK_S = 0.01
 _LAST_LOOK_S = 0.25
 _CLAIM_PATIENCE_S = 30.0
-# Of an object that came bad; one of them finds out how large it is.
+# Attempts to fetch an object that arrives bad; one of them may only find its size.
 _ATTEMPTS = 3
-# Entries that are looked at in one call of a disk thread, with the room that is left.
+# Entries that one call of a disk thread checks, along with the room that is left.
 _LOOKS = 16
-# Entries come with times of use in the order in which they are wanted, so that the least wanted is
+# Entries get times of use in the order in which they were requested, so that the last one is
 # evicted first. A float of today's time is not exact to a microsecond.
 _RANK_S = 2e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One entry to bring.
+    """One entry to fetch.
 
     Attributes:
-        key: Where it lives. Its identifier may be empty.
-        label: What reports call it.
-        nbytes: Size of its object; 0 where that is not known.
+        key: Its key. The identifier may be empty.
+        label: Its name in reports.
+        nbytes: Size of its object; 0 if not known.
     """
 
     key: Key
@@ -82,26 +82,26 @@ class Wanted:
 
 
 FULL = "full"
-"""The reason to stop that is no fault: what was begun comes."""
+"""The reason to stop that is no fault: fetches that have begun are completed."""
 
 
 @dataclass(slots=True)
 class Hydration:
-    """What came of it. Entries count once: what was wanted is the sum of all counts.
+    """The result of a hydration. Each requested entry counts once, so the counts add up to all.
 
     Attributes:
         namespace: Of the entries.
         folder: The tier's, ``cache_dir``.
-        here: Entries that were on this node already, or were brought by others meanwhile.
-        fetched: Entries that were brought...
+        here: Entries that were on this node already, or that other processes fetched meanwhile.
+        fetched: Entries that were fetched...
         fetched_bytes: ...and their size.
         left_out: Entries that were not tried, see ``stopped``...
         left_out_bytes: ...and their size as far as it was known.
-        absent: What the bucket does not have, as it was named.
-        damaged: What cannot be used, and in a word why.
-        failed: What the store did not give, and why.
-        stopped: Why entries were left out, the first reason: ``full`` (the tier), or a sentence of
-            what the store or the disk said. Empty where none was.
+        absent: Labels of entries that the bucket does not have.
+        damaged: Labels of unusable entries, and in a word why.
+        failed: Labels of entries that the store did not return, and why.
+        stopped: The first reason for which entries were left out: ``full`` (the tier), or the
+            error of the store or the disk as a sentence. Empty if none was left out.
         seconds: How long it took.
     """
 
@@ -120,23 +120,23 @@ class Hydration:
 
     @property
     def wanted(self) -> int:
-        """How many entries were wanted."""
+        """How many entries were requested."""
         others = len(self.absent) + len(self.damaged) + len(self.failed)
         return self.here + self.fetched + self.left_out + others
 
     @property
     def status(self) -> Literal["complete", "partial"]:
-        """Whether all that was wanted is on this node now."""
+        """``complete`` if all requested entries are on this node now."""
         return "complete" if self.here + self.fetched == self.wanted else "partial"
 
 
 def wanted_entry(entry: CorpusEntry) -> Wanted:
-    """An entry that was found or listed. Its size is 0 where that is not known."""
+    """The request for an entry that was found or listed. Its size is 0 if not known."""
     return Wanted(Key("", entry.name, digest_of_name(entry.name)), entry.label, entry.nbytes)
 
 
 async def everything(store: Store, layout: Layout) -> AsyncGenerator[Sequence[Wanted], None]:
-    """All entries of a namespace as a listing shows them, some at a time. To be closed."""
+    """All entries of a namespace in batches, as a listing shows them. The caller closes it."""
     async with aclosing(scan(store, layout.namespace)) as batches:
         async for entries in batches:
             yield list(map(wanted_entry, entries))
@@ -152,18 +152,18 @@ async def hydrate(
     rate_limit_bytes_per_s: int | None = None,
     report: Report = unreported,
 ) -> Hydration:
-    """Bring entries into this node's tier; runs on ``loop``. See Corpus.hydrate.
+    """Fetch entries into this node's tier; runs on ``loop``. See Corpus.hydrate.
 
     Args:
-        settings: Say where the tier is, what it may take, and how many objects are asked for at a
-            time.
+        settings: Say where the tier is, how large it may be, and how many objects are requested
+            at a time.
         loop: Makes the disk calls.
 
     Raises:
         ConfigError: ``rate_limit_bytes_per_s`` is less than 1.
 
     Returns:
-        What came of it, also where the store or the disk gave up in the middle.
+        The result, also where the store or the disk failed in the middle.
     """
     if rate_limit_bytes_per_s is not None and rate_limit_bytes_per_s < 1:
         raise ConfigError(
@@ -194,9 +194,9 @@ class _MisfitError(Exception):
 class _Hydrator:
     """One run. The loop's thread only.
 
-    What is wanted ends as exactly one of the counts of Hydration. What there is no room for is left
-    out, and the next one is tried. After a fault of the store or the disk, what is here is still
-    found, and the rest is counted.
+    Each requested entry ends in exactly one count of Hydration. An entry without room is left out,
+    and the next one is tried. After a fault of the store or the disk, entries on this node are
+    still found, and the rest is counted as left out.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class _Hydrator:
         self._pace = pace
         self._report = report
         self._reading = ModalityRecords(store, layout)
-        # Also what a replica says while home does not answer: a job goes by it to its end.
+        # A record that a replica returns while home does not answer counts too, to the job's end.
         self._records: dict[str, Record] = {}
         self._budget = ByteBudget(_MAX_INFLIGHT_BYTES)
         self._found = Hydration(layout.namespace, str(tier.folders.root))
@@ -224,7 +224,7 @@ class _Hydrator:
         self._rank = 0
         self._outage = Outage()
         self._has_given_up = False
-        # What may still come, by the last look; and what was begun.
+        # Bytes that still fit, by the last check; and bytes of fetches that have begun.
         self._room_bytes = self._coming_bytes = 0
 
     async def run(self, batches: AsyncGenerator[Sequence[Wanted], None], width: int) -> Hydration:
@@ -250,9 +250,9 @@ class _Hydrator:
     async def _looked_at(
         self, batches: AsyncGenerator[Sequence[Wanted], None]
     ) -> AsyncGenerator[tuple[Wanted, bool], None]:
-        """What is wanted, and whether it is here.
+        """The requested entries, each with True if it is on this node.
 
-        Some are looked at together: handing a call to a disk thread takes longer than the look.
+        They are checked in batches: handing a call to a disk thread takes longer than a check.
         """
         async for batch in batches:
             for start in range(0, len(batch), _LOOKS):
@@ -267,16 +267,16 @@ class _Hydrator:
                     yield looked_at
 
     def _look(self, some: Sequence[Wanted]) -> tuple[list[bool], int]:
-        """Whether entries are here, and how much room there is, which others take too; blocking."""
+        """Which entries are here, and the room that is left, shared with others; blocking."""
         are_here = [self._tier.entries.contains(one.key) for one in some]
         return are_here, 0 if all(are_here) else self._tier.evictor.room_bytes()
 
     async def _bring(self, one: Wanted, used_s: float) -> None:
-        """Bring an entry that is absent; count it in any case."""
+        """Fetch an entry that is not here; count it in any case."""
         found = self._found
         brought_bytes = 0
         try:
-            # Before the claim: who has one and waits keeps others waiting.
+            # Before the claim: a process that waits with a claim keeps others waiting.
             await self._pace.take(one.nbytes)
             claim = await self._claim_patiently(one)
             if claim is None:
@@ -311,25 +311,26 @@ class _Hydrator:
             self._room_bytes += one.nbytes - brought_bytes
 
     def _stop(self, reason: str) -> None:
-        """The first reason counts."""
+        """Note why entries are left out; the first reason counts."""
         self._found.stopped = self._found.stopped or reason
         self._has_given_up = self._has_given_up or reason != FULL
 
     # -- what is here ----------------------------------------------------------------------------
 
     async def _claim_patiently(self, one: Wanted) -> Claim | None:
-        """Claim an entry; None where it is here by now.
+        """Claim an entry; None if it is on this node by now.
 
-        What another process fetches is waited for. One that hangs is not: then two fetch it.
+        An entry that another process fetches is waited for. After a limit both fetch it, since the
+        other process may hang.
         """
         looks, waited_s = Backoff(_FIRST_LOOK_S, _LAST_LOOK_S), 0.0
         while True:
-            # A few system calls on a file in memory, and here: nothing waits for this loop.
+            # A few system calls on a file in memory. No request waits for this loop.
             claim = self._tier.claims.take(one.key.digest)
             if claim is None and waited_s >= _CLAIM_PATIENCE_S:
                 claim = Claim()
             if claim is not None:
-                # In this order: who had the claim before us has published by now.
+                # In this order: the process that had the claim before has published by now.
                 if not self._tier.entries.contains(one.key):
                     return claim
                 self._tier.claims.release(claim)
@@ -339,10 +340,10 @@ class _Hydrator:
             waited_s += pause_s
 
     def _reserve(self, nbytes: int) -> bool:
-        """Set room aside for so much more; False where there is none.
+        """Reserve room for ``nbytes`` more; False if there is none.
 
-        Smaller ones that come later may still fit. Of unknown size nothing is tried any more once
-        something was left out: it would be downloaded in vain.
+        Smaller entries that come later may still fit. Once an entry was left out, none of unknown
+        size is tried: it might be downloaded for nothing.
         """
         if nbytes > self._room_bytes or (not nbytes and self._found.stopped):
             self._stop(FULL)
@@ -357,7 +358,7 @@ class _Hydrator:
         """Fetch one object, again if it is bad.
 
         Returns:
-            Its size; 0 where it is absent.
+            Its size; 0 if it is absent.
 
         Raises:
             CorruptEntryError: It stays bad.
@@ -371,7 +372,7 @@ class _Hydrator:
             except CorruptEntryError as exc:
                 if attempt == _ATTEMPTS:
                     raise
-                if exc.reason == "size":  # it was not known, or is another than a listing said
+                if exc.reason == "size":  # it was not known, or differs from the listing's
                     info = await self._store.head(name)
                     if info is None:
                         return 0
@@ -386,10 +387,10 @@ class _Hydrator:
     async def _receive(
         self, key: Key, name: str, nbytes: int, used_s: float, _: Set[Place]
     ) -> int | None:
-        """Download an object as a whole, and publish it; its size, None where it is absent.
+        """Download a whole object, and publish it; returns its size, None if it is absent.
 
-        Where its size is not known, its own header says it: a replica that is asked for less than
-        it has would pass for one that lacks it, and home may be far, or down.
+        An unknown size is read from the object's own header. Asking home for it may be slow or
+        fail, and a request for fewer bytes than a replica has would count as a miss there.
         """
         if nbytes > MAX_ENTRY_BYTES:
             raise CorruptEntryError(f"{nbytes} bytes are more than a job reads", reason="size")
@@ -408,7 +409,7 @@ class _Hydrator:
                 await self._disk(self._keep, key, body, header, used_s)
                 return len(body)
             nbytes = header.total_bytes
-            del body  # not beside the whole
+            del body  # not in memory together with the whole object
         finally:
             self._budget.free(held_bytes)
         return await self._receive(key, name, nbytes, used_s, _)
@@ -421,7 +422,7 @@ class _Hydrator:
     async def _require_fit(self, header: codec.Header) -> None:
         """Raise _MisfitError for an entry that is not what its modality's record says."""
         modality = header.modality
-        async with self._learning:  # one request for all who ask at once
+        async with self._learning:  # one request for all callers at a time
             record = self._records.get(modality) or await self._reading.get(modality)
             if record is None:
                 raise _MisfitError("no record of its modality")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job that fills a corpus: what is left to encode, who encodes it, and what is confirmed.
+"""The job that fills a corpus: it plans what to encode, feeds the encoder, and counts the results.
 
-A thread pool reads and names items, and the caller's thread keeps the encoder at work. Between two
-pictures it tells ``confirmations.py``, which asks the bucket. ``encoder.py`` says who encodes.
+A thread pool reads and names items, and the caller's thread keeps the encoder busy. After each
+picture it reports to ``confirmations.py``, which asks the bucket. ``encoder.py`` has the encoders.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class JobOptions:
     """How a job works.
 
     Attributes:
-        identifier: What embeddings are called: vLLM's content hash, or ``sha256:HEX`` for clients
+        identifier: How embeddings are named: by vLLM's content hash, or ``sha256:HEX`` for clients
             that send that as ``uuid``.
         shard: This job's part and the number of parts, such as (0, 4).
-        limit: Most items of the source that are looked at; None for all.
+        limit: Most items of the source that are read; None for all.
         batch: Pictures that an engine has at a time.
         engine_args: Further arguments of ``vllm.LLM``, by their Python names.
-        read: How items are read: dots per inch of a PDF's pages, above all.
+        read: How items are read, such as the dots per inch of a PDF's pages.
         ray: One vLLM for each worker of this cluster (package ``ray[data]``); None for vLLM here.
-        patience_s: How long the bucket may confirm nothing before the job ends without it.
+        patience_s: How long the bucket may confirm nothing before the job gives up.
     """
 
     identifier: Identifier = "content"
@@ -108,19 +108,19 @@ class PrecomputeReport:
 
     Attributes:
         namespace: Where the embeddings are.
-        items: Of the source, in this shard, that were looked at.
-        done_before: Of these, what the catalogue and the index had.
-        catalogued: What the index had and the catalogue lacked.
-        encoded: What was encoded, confirmed by the bucket and catalogued.
-        replaced: Items whose row takes the place of an older one: their file has changed.
-        failures: What could not be read or encoded, and what of the source was left out.
-        unconfirmed: What was encoded, and the bucket has not confirmed.
-        read_bytes: Of the files that were read.
-        stored_bytes: Of the objects of what was encoded.
+        items: Items of the source, in this shard, that were read.
+        done_before: Of these, items that the catalogue and the index had.
+        catalogued: Items that the index had and that were missing in the catalogue.
+        encoded: Items that were encoded, confirmed by the bucket and catalogued.
+        replaced: Items whose row replaces an older one: their file has changed.
+        failures: Items that could not be read or encoded, and parts of the source left out.
+        unconfirmed: Items that were encoded, and that the bucket has not confirmed.
+        read_bytes: Size of the files that were read.
+        stored_bytes: Size of the objects of encoded items.
         seconds: How long the job took.
         start_s: Of that, how long it took to import vLLM and to start the engine.
-        is_stopped: It was told to end before the end of the source.
-        problem: Why it ended before that by itself; else empty.
+        is_stopped: True if it was stopped before the end of the source.
+        problem: The error that ended it before that; else empty.
     """
 
     namespace: str = ""
@@ -146,12 +146,12 @@ class PrecomputeReport:
 
     @property
     def encoded_per_s(self) -> float:
-        """Without the time in which the engine started."""
+        """Encoded items per second, without the time in which the engine started."""
         return self.encoded / max(self.seconds - self.start_s, 1e-3)
 
     @property
     def status(self) -> Status:
-        """``complete``: all of the source is there. ``failed``: nothing of it is."""
+        """``complete``: all of the source is confirmed. ``failed``: nothing of it is."""
         if not (self.failures or self.unconfirmed or self.is_stopped or self.problem):
             return "complete"
         return "partial" if self.confirmed else "failed"
@@ -188,10 +188,10 @@ class _Plan:
 
     Attributes:
         how: ``done``: bucket and catalogue have it. ``renewed``: the catalogue had the document,
-            with other words about it. Else as it is counted in the end.
-        row: Of an embedding that is there.
-        key: Of an embedding that may be there or under way.
-        picture: To be encoded.
+            with other values. Else the count that the item will add to.
+        row: The row of an embedding that the bucket has.
+        key: The key of an embedding that the bucket may have or that is under way.
+        picture: The picture to encode.
     """
 
     origin: Origin
@@ -206,7 +206,7 @@ class _Plan:
 class Job:
     """Brings the items of a source into a corpus. Used once, by one thread.
 
-    States: new, then running in ``run``, and ended. ``stop`` has it end soon.
+    States: new, then running in ``run``, then ended. ``stop`` ends it soon.
     """
 
     _ledger: Ledger
@@ -225,12 +225,12 @@ class Job:
         """Nothing is read yet.
 
         Args:
-            corpus: Where to.
+            corpus: The corpus to fill.
             items: Taken one by one, as they are needed.
             encoder: Closed at the end of ``run``.
             options: How it works.
-            total: How many items there are, as far as that is known.
-            report: Told how many are done.
+            total: Returns how many items there are, None while that is not known.
+            report: Called with the number of items that are done.
 
         Raises:
             ConfigError: The settings refuse what ``identifier`` asks for.
@@ -248,7 +248,7 @@ class Job:
         self._total = total
         self._tell = report
         self._stopped = threading.Event()
-        # What the encoder has, by number: its key where that is known, and its items.
+        # Pictures in the encoder, by number: the key if it is known, and the items.
         self._under_way: dict[int, tuple[Key | None, list[tuple[Origin, Counted]]]] = {}
         self._numbers: dict[Key, int] = {}  # of these
         self._naming = "-"  # see Encoder.naming; names that clients choose never change
@@ -256,12 +256,12 @@ class Job:
         self.report = PrecomputeReport()
 
     def stop(self) -> None:
-        """Have ``run`` end soon; what is encoded is saved. Also in a signal's handler."""
+        """Make ``run`` end soon; encoded items are saved. Signal handlers may call it too."""
         self._stopped.set()
         self._encoder.stop()
 
     def run(self) -> PrecomputeReport:
-        """Do it, and return what was done. Faults of items, engine and bucket are in the report.
+        """Run the job. The report also has the faults of items, engine and bucket.
 
         Raises:
             ConfigError: The model, an argument, a setting or the source cannot work.
@@ -290,7 +290,7 @@ class Job:
         return self.report
 
     def _has_items(self) -> bool:
-        """Look at the first item: to find a namespace takes vLLM's import at least."""
+        """Read the first item: only a job with items pays for vLLM's import."""
         items = iter(_chosen(self._items, self._options))
         first = next(items, None)
         if first is not None:
@@ -304,7 +304,7 @@ class Job:
         namespace = self._encoder.namespace()
         if self._options.identifier == "content":
             self._naming = self._encoder.naming
-        # Where the engine was started for that, its time is counted as such.
+        # If the engine was started for that, its time is counted as start-up time.
         self._opening_s = time.monotonic() - began_s - self._encoder.start_s
         return namespace
 
@@ -319,7 +319,7 @@ class Job:
         self._show()
 
     def _end(self) -> None:
-        """Let saves come to their end, and count."""
+        """Wait for the saves to end, and count what is unconfirmed."""
         report = self.report
         report.engine_started = self._encoder.is_running
         reason = "the job ended before it was encoded"
@@ -329,14 +329,14 @@ class Job:
         with ExitStack() as last:  # all of it, also after a second Ctrl-C
             last.callback(report.unconfirmed.extend, [] if report.is_stopped else left)
             last.callback(self._confirmations.end)
-            # Which waits for the last uploads once more, and announces them.
+            # This waits for the last uploads, and announces them.
             last.callback(self._encoder.close)
             self._confirmations.settle(self._options.patience_s if not report.problem else 0.0)
 
     # -- what is to be done ------------------------------------------------------------------
 
     def _pictures(self) -> Iterator[Picture]:
-        """Those that are to be encoded; all other items are seen to on the way."""
+        """Yield the pictures to encode; all other items are handled on the way."""
         for plan in self._plans():
             self.report.items += 1
             self.report.read_bytes += plan.read_bytes
@@ -354,7 +354,7 @@ class Job:
         self._tell("precomputing", done, self._total())
 
     def _begin(self, plan: _Plan) -> Picture | None:
-        """What is left to encode of a plan; None where it is done, or waits for what is."""
+        """Start a plan. Returns its picture to encode; None if it is done, or waits for another."""
         origin, how, key = plan.origin, plan.how, plan.key
         if how == "failed":
             self.report.failures.append(failure_of(origin.item, plan.problem))
@@ -368,7 +368,7 @@ class Job:
             return None
         picture = plan.picture
         if key is not None:
-            # Perhaps another item with this picture was begun or confirmed since the plan was made.
+            # Another item with this picture may have begun or been confirmed since the plan.
             if key in self._numbers:
                 self._under_way[self._numbers[key]][1].append((origin, "catalogued"))
                 return None
@@ -387,7 +387,7 @@ class Job:
             self.report.replaced.append(failure_of(origin.item, "its file has changed"))
 
     def _take(self, encoded: Encoded) -> None:
-        """Note what became of a picture, and of those that are the same."""
+        """Note the result of a picture, for all items that have it."""
         begun, origins = self._under_way.pop(encoded.number)
         if begun is not None:
             del self._numbers[begun]
@@ -401,7 +401,7 @@ class Job:
                 self._begin(plan)
                 return
             self._note_replaced(origin)
-        # The encoder's own word counts, whatever was expected.
+        # The identifier from the encoder counts, whatever was expected.
         key = self._ledger.key(encoded.identifier) if encoded.identifier else None
         for one, how in origins:
             if key is not None:
@@ -412,7 +412,7 @@ class Job:
         self._show()
 
     def _plans(self) -> Iterator[_Plan]:
-        """Plans of the items, in their order, made ahead by some threads."""
+        """Yield the plans of the items, in their order; threads make them ahead."""
         readers = most_readers()
         window: deque[Future[_Plan]] = deque()
         items = enumerate(self._items)
@@ -424,7 +424,7 @@ class Job:
                     if not window:
                         return
                     plan = window.popleft().result()
-                    if self._stopped.is_set():  # a reader that was broken off has no result
+                    if self._stopped.is_set():  # a reader that was interrupted has no result
                         return
                     yield plan
             finally:
@@ -432,12 +432,12 @@ class Job:
                     each.cancel()
 
     def _plan(self, number: int, item: SourceItem) -> _Plan:
-        """In a thread: what is to be done for one item, by what the bucket has."""
+        """Plan one item by what the bucket has; in a thread."""
         try:
             return self._plan_readable(number, item)
         except EncoderError:
             raise
-        except S3ECError as exc:  # SourceError, or of a bucket that the item lies in
+        except S3ECError as exc:  # SourceError, or an error of the bucket that holds the item
             problem = exc.reason if isinstance(exc, SourceError) else str(exc)
             return _Plan(Origin(item, "", ""), "failed", problem=problem)
 
@@ -479,7 +479,7 @@ class Job:
         )
 
     def _plan_known(self, mine: CatalogRow | None, origin: Origin, nbytes: int) -> _Plan | None:
-        """A plan by what the catalogue says of a file; None where it knows too little."""
+        """Plan an item by its row in the catalogue; None if that is not enough."""
         known = mine
         if mine is None or mine.sha256 != origin.sha256 or not self._is_wanted(mine):
             known = self._ledger.catalogue.by_sha256(origin.sha256)
@@ -493,7 +493,7 @@ class Job:
     def _plan_row(
         self, known: CatalogRow, mine: CatalogRow | None, origin: Origin, nbytes: int
     ) -> _Plan:
-        """The embedding is there, and a row tells all about it."""
+        """Plan an item whose embedding is stored, and described by a row."""
         row = origin.row(known, time.time())
         if mine is not None and replace(mine, stored_s=row.stored_s) == row:
             return _Plan(origin, "done", nbytes, row)
@@ -501,7 +501,7 @@ class Job:
         return _Plan(origin, "renewed" if known is mine else "catalogued", nbytes, row)
 
     def _is_wanted(self, row: CatalogRow) -> bool:
-        """Whether its embedding is called as this job calls them, as a server will that asks."""
+        """True if its embedding is named as this job, and a server's requests, name it."""
         by_client = row.identifier == f"sha256:{row.sha256}"
         if self._options.identifier == "sha256":
             return by_client
@@ -509,7 +509,7 @@ class Job:
 
 
 def _chosen(items: Iterable[SourceItem], options: JobOptions) -> Iterator[SourceItem]:
-    """The items of a job. Which shard has an item does not depend on the others."""
+    """The items of a job. An item's shard does not depend on the other items."""
     number, parts = options.shard
     mine = (one for one in items if _number_of(one) % parts == number)
     return itertools.islice(mine, options.limit)
@@ -520,7 +520,7 @@ def _number_of(item: SourceItem) -> int:
 
 
 def _file_stamp(item: SourceItem) -> str | None:
-    """By what a file is taken for the one that was read before; None for what is no file here."""
+    """Size and time by which a file counts as unchanged; None for an item that is no local file."""
     if scheme_of(item.uri) != "file":
         return None
     try:
@@ -538,14 +538,14 @@ def make_job(
     *,
     report: Report = unreported,
 ) -> Job:
-    """A job over what a text names, with an encoder that is not started yet.
+    """Make a job over a source, with an encoder that is not started yet.
 
     Args:
-        corpus: Where to.
+        corpus: The corpus to fill.
         source: As ``open_source`` takes it.
-        model: As the server's ``--model``, letter by letter.
+        model: Exactly as the server's ``--model``.
         options: How it works.
-        report: Told how many items are done.
+        report: Called with the number of items that are done.
 
     Raises:
         ConfigError: An argument, or the source as a whole, cannot be used.
@@ -559,7 +559,7 @@ def make_job(
         engine_args=options.engine_args,
         batch=options.batch,
     )
-    encoder: Encoder = make()  # which says what is wrong with the arguments, whoever encodes
+    encoder: Encoder = make()  # this checks the arguments, also for Ray's workers
     if options.ray is not None:
         from s3ec.corpus.ray_encoder import RayEncoder
 
@@ -573,13 +573,13 @@ def make_job(
 def _total_of(
     items: Callable[[], Iterable[SourceItem]], options: JobOptions
 ) -> Callable[[], int | None]:
-    """Count items beside the job. Returns a function that gives their number, None until then."""
+    """Count items in a background thread. Returns a function for the number, None until then."""
     counted: list[int] = []
 
     def count() -> None:
         try:
             counted.append(sum(1 for _ in _chosen(items(), options)))
-        except Exception:  # only the time left is not known then
+        except Exception:  # then only the time left stays unknown
             log.debug("the items are not counted", exc_info=True)
 
     threading.Thread(target=count, name="s3ec-count", daemon=True).start()

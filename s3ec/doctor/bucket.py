@@ -27,7 +27,7 @@ FAIL_SKEW_S = 900.0  # S3 refuses requests that are signed further away from its
 
 
 def outcome_of(exc: S3ECError, action: str) -> Outcome:
-    """What a refused request means.
+    """The outcome of a check whose request was refused or failed.
 
     Args:
         exc: Why it failed.
@@ -36,7 +36,7 @@ def outcome_of(exc: S3ECError, action: str) -> Outcome:
     if not isinstance(exc, AccessError):
         waits = "`--timeout` waits longer" if "timed out" in str(exc) else "try again"
         return fail(str(exc), f"{waits}; if it stays so, look at the server's log")
-    # The transport's messages end with a remedy where it knows one.
+    # The transport's messages end with a fix if it knows one.
     found, separator, mend = str(exc).rpartition("; ")
     if not separator or exc.code in ("AccessDenied", "403", "Forbidden"):
         mend = f"allow {action} on the bucket for these credentials"
@@ -44,7 +44,7 @@ def outcome_of(exc: S3ECError, action: str) -> Outcome:
 
 
 def credentials(context: CheckContext) -> Outcome:
-    """Where the SDK's chain finds credentials."""
+    """Check where the SDK's chain finds credentials."""
     try:
         method = context.s3.credentials_method()
     except UnavailableError as exc:
@@ -66,7 +66,7 @@ def credentials(context: CheckContext) -> Outcome:
 
 
 def endpoint(context: CheckContext) -> Outcome:
-    """Whether an S3 server answers there."""
+    """Check whether an S3 server answers at the endpoint."""
     try:
         found = context.s3.probe_server()
     except S3ECError as exc:
@@ -79,7 +79,7 @@ def endpoint(context: CheckContext) -> Outcome:
             f"{answers}, but not as S3 does",
             "correct `endpoint_url`: the S3 port, not that of a web console",
         )
-    # As ECS, EKS and Lambda say it to what they run; empty elsewhere.
+    # ECS, EKS and Lambda set these variables for their workloads; empty elsewhere.
     here = os.environ.get("AWS_REGION", "") or os.environ.get("AWS_DEFAULT_REGION", "")
     if here and found.region and here != found.region and not context.settings.replicas:
         return warn(
@@ -91,7 +91,7 @@ def endpoint(context: CheckContext) -> Outcome:
 
 
 def clock(context: CheckContext) -> Outcome:
-    """How far this machine's clock is from the server's. Signatures depend on it."""
+    """Check this machine's clock against the server's. Signatures depend on it."""
     skew_s = context.server.skew_s if context.server else None
     if skew_s is None:
         return skip("the server sends no date")
@@ -105,7 +105,7 @@ def clock(context: CheckContext) -> Outcome:
 
 
 def bucket(context: CheckContext) -> Outcome:
-    """Whether the bucket exists and can be listed, as every reader of the index does."""
+    """Check whether the bucket exists and can be listed, as every reader of the index does."""
     try:
         context.first_object = context.ask_store(_first_object)
     except S3ECError as exc:
@@ -126,7 +126,7 @@ async def _first_object(store: Store) -> str | None:
 
 
 def read(context: CheckContext) -> Outcome:
-    """Whether objects can be read, and how an absent one is answered."""
+    """Check whether objects can be read, and how the server answers for an absent one."""
     if context.first_object is not None:
         try:
             _read(context, context.first_object)
@@ -149,7 +149,7 @@ def _read(context: CheckContext, name: str) -> Blob | None:
 
 
 def _denied_if_absent(context: CheckContext) -> Outcome:
-    """What a denied read of an absent object means: S3 says 404 only to those who may list."""
+    """The outcome of a denied read of an absent object: S3 says 404 only to those who may list."""
     listing = (
         "allow s3:ListBucket on the bucket itself (without a condition on `s3:prefix`), so that "
         "an absent object is answered with 404"
@@ -191,7 +191,7 @@ def _probe_object(context: CheckContext, begin: str = PROBE_PREFIX) -> Iterator[
 
 
 def write(context: CheckContext) -> Outcome:
-    """Whether objects can be written as the connector writes them."""
+    """Check whether objects can be written as the connector writes them."""
     if context.only_reads:
         return skip("ec_role is ec_consumer, which never writes")
     try:

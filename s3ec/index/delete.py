@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deletes entries, or a whole namespace: the objects go, and readers find out.
+"""Deletes entries, or a whole namespace: the objects first; readers learn of it afterwards.
 
-The engines of this node are told. Others get one 404 for a key, and the next listing leaves it
-out. Of a namespace the entries go first and the descriptor last. What is broken off is completed
-by the next attempt, which finds all that is left.
+This node's engines read the deleted keys from its files. Other engines get one 404 for a key, and
+the next listing leaves it out. Of a namespace the entries are deleted first and the descriptor
+last. If a deletion is interrupted, the next one finds and deletes the rest.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from s3ec.index.names import ServerClock
 from s3ec.store.base import DELETE_AT_A_TIME, ObjectInfo, Store
 from s3ec.store.concurrency import in_parallel
 
-# Each takes a server half a second or more. S3 allows 3500 deletions a second below one prefix, and
-# what it refuses for that is sent again.
+# Each takes a server half a second or more. S3 allows 3500 deletions a second below one prefix;
+# deletions that it refuses for that are sent again.
 _REQUESTS_AT_A_TIME = 10
 
 
@@ -44,13 +44,13 @@ async def delete_entries(
     node: NodeFolder | None = None,
     report: Report = unreported,
 ) -> None:
-    """Delete some entries, 1,000 a request; those that are absent too.
+    """Delete some entries, 1,000 per request; an absent entry is no error.
 
     A request that fails does not stop the others.
 
     Args:
-        node: This node's files, so that its engines are told; others learn by one 404 each.
-        report: Told how many are gone.
+        node: This node's files, where its engines read of it; others learn by one 404 each.
+        report: Called with the number of deleted entries.
 
     Raises:
         UnavailableError: The store does not answer now; some may be deleted.
@@ -79,7 +79,7 @@ async def _delete(
         batch = names[start : start + DELETE_AT_A_TIME]
         try:
             left = await store.delete_many(batch)
-        except S3ECError as exc:  # of the request as a whole: each may be there or not
+        except S3ECError as exc:  # of the whole request: each object may be there or not
             left = dict.fromkeys(batch, exc)
         errors.extend(left.values())
         deleted = [name for name in batch if name not in left]
@@ -103,14 +103,14 @@ async def delete_chosen(
     folder: Path | None = None,
     report: Report = unreported,
 ) -> Made:
-    """Delete objects that a listing shows, while it is read; what is left becomes a snapshot.
+    """Delete listed objects while the listing is read; the others become a new snapshot.
 
     Args:
-        choose: Given some listed objects, says which of them go.
-        deleted: Told of entries that are gone.
-        node: This node's files, so that its engines are told.
+        choose: Returns those of some listed objects that are to be deleted.
+        deleted: Called with the keys of deleted entries.
+        node: This node's files, where its engines read of it.
         folder: For temporary files, as of ``maker.rebuild``.
-        report: Told how many objects were looked at.
+        report: Called with the number of listed objects.
 
     Raises:
         UnavailableError, AccessError: As delete_entries. No snapshot is written.
@@ -124,7 +124,7 @@ async def delete_chosen(
         deleted(some)
 
     async def listing() -> AsyncGenerator[list[ObjectInfo], None]:
-        waiting: list[Key] = []  # what goes, until it fills the requests of a round
+        waiting: list[Key] = []  # to be deleted, until they fill one set of requests
         async with aclosing(list_objects(store, layout, report=report)) as batches:
             async for infos in batches:
                 yield infos
@@ -140,10 +140,10 @@ async def delete_chosen(
 async def find_objects(
     store: Store, layout: Layout, keys: Iterable[Key], *, report: Report = unreported
 ) -> dict[Key, ObjectInfo | None]:
-    """The object of each of some entries, by a request for each; None for one that is not there.
+    """Find the objects of some entries, with one request each; None for an absent object.
 
     Args:
-        report: Told how many were looked for.
+        report: Called with the number of entries that were checked.
 
     Raises:
         UnavailableError: The store does not answer now.
@@ -167,11 +167,11 @@ class Contents:
     Attributes:
         objects: How many objects there are in all.
         nbytes: Their size.
-        entries: Those below ``objects/``.
+        entries: Objects below ``objects/``.
         entry_nbytes: Their size.
         others: Objects that s3ec did not put there.
-        stored_s: When one was last written that is not of the index, by the server's clock; 0
-            where it does not say.
+        stored_s: When an object outside the index was last written, by the server's clock; 0 if
+            the server does not say.
     """
 
     objects: int = 0
@@ -182,13 +182,13 @@ class Contents:
     stored_s: float = 0.0
 
     def idle_s(self, now_s: float) -> float | None:
-        """Seconds since something was stored, None where the store does not say."""
+        """Seconds since the last write outside the index; None if the store does not say."""
         return now_s - self.stored_s if self.stored_s else None
 
     def add(self, layout: Layout, info: ObjectInfo) -> None:
         """Count one object.
 
-        The index is no sign of life: deleting entries and merging what is known write there too.
+        Writes to the index are no sign of use: deleting entries and merging deltas write there too.
         """
         self.objects += 1
         self.nbytes += info.nbytes
@@ -203,10 +203,10 @@ class Contents:
 
 
 async def survey(store: Store, layout: Layout, *, report: Report = unreported) -> Contents:
-    """Count what is in a namespace; if that is much, by listing 16 of its folders at a time.
+    """Count the objects of a namespace; if there are many, by listing 16 folders at a time.
 
     Args:
-        report: Told how many objects were counted.
+        report: Called with the number of counted objects.
 
     Raises:
         UnavailableError: The store does not answer now.
@@ -236,22 +236,23 @@ async def survey(store: Store, layout: Layout, *, report: Report = unreported) -
 async def remove_namespace(
     store: Store, layout: Layout, idle_s: float, *, report: Report = unreported
 ) -> Contents:
-    """Delete everything in a namespace, 1000 objects a request.
+    """Delete everything in a namespace, 1000 objects per request.
 
     Args:
-        idle_s: Refuse where something was stored so short a time ago; 0 to ask for nothing.
-        report: Told how many objects are gone.
+        idle_s: Refuse if something was stored within so many seconds; 0 to skip this check.
+        report: Called with the number of deleted objects.
 
     Returns:
         What was there.
 
     Raises:
-        ConflictError: Somebody stored something just now, or while it was removed; in the first
+        ConflictError: A process stored something just now, or during the removal; in the first
             case nothing was deleted.
-        UnavailableError: The store does not answer now. Some is deleted; calling again goes on.
+        UnavailableError: The store does not answer now. Some objects are deleted; another call
+            deletes the rest.
         AccessError: It refuses.
     """
-    # Before it is listed, which may take longer than `idle_s`: what comes meanwhile is not seen.
+    # Before the listing, which may take longer than `idle_s` and miss objects stored meanwhile.
     clock = ServerClock()
     if idle_s:
         await store.delete(await clock.ask(store, layout))

@@ -59,7 +59,7 @@ MAX_WAITING = 100_000
 _READS_AT_A_TIME = 8
 _ASK_CLOCK_EVERY = 1000  # deltas
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 15.0
-# A refusal lasts until somebody changes a policy, and too many refusals open the breaker.
+# A refusal lasts until a person changes a policy, and too many refusals open the breaker.
 _DENIED_PAUSE_S = 60.0
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -73,14 +73,14 @@ async def list_deltas(
     *,
     left_out: Callable[[str], object] = lambda _: None,
 ) -> dict[str, ObjectInfo]:
-    """The deltas that count for a snapshot, by ULID; one LIST for each thousand.
+    """List the deltas that count for a snapshot, by ULID; one LIST for each thousand.
 
-    Names that are no ULID, or that no server's clock made, are left out.
+    Names that are no ULID, or that are ahead of the server's clock, are left out.
 
     Args:
-        newest: The newest one that is known, where all others were looked for: what was named
-            more than 15 minutes before it, and has not come by now, is late.
-        left_out: Told of names that no server's clock made.
+        newest: The newest known delta, if all others were listed before: deltas named more than
+            15 minutes before it are not listed again.
+        left_out: Called with names that are ahead of the server's clock.
 
     Raises:
         UnavailableError: The store does not answer now.
@@ -93,7 +93,7 @@ async def list_deltas(
     async def collect(start_after: str) -> None:
         async for info in store.list(prefix, start_after=start_after):
             ulid = info.name.removeprefix(prefix)
-            # A server may not heed `start-after`, and list what is older.
+            # A server may ignore `start-after`, and list older names.
             if not is_ulid(ulid) or ulid < first:
                 continue
             if is_ahead(ulid, info):
@@ -113,23 +113,22 @@ async def list_deltas(
 async def read_deltas(
     store: Store, layout: Layout, ulids: Iterable[str]
 ) -> dict[str, Rows | S3ECError | None]:
-    """The rows of some deltas, in any order.
+    """Read the rows of some deltas, in any order.
 
     Returns:
-        For each its rows, None where the bucket has it no more, or the CorruptEntryError,
-        UnavailableError or AccessError for which there are none. One that cannot be had keeps back
-        no other.
+        For each delta its rows, None if the bucket no longer has it, or the CorruptEntryError,
+        UnavailableError or AccessError of its read. One that fails does not delay the others.
     """
     wanted = list(ulids)
 
     async def read(ulid: str) -> Rows | S3ECError | None:
         name = deltas_prefix(layout) + ulid
         problem: S3ECError
-        for _ in range(2):  # what was damaged on its way is good the next time
+        for _ in range(2):  # a body that was damaged on its way is good the next time
             try:
                 body = await store.get(name, max_bytes=MAX_DELTA_BYTES)
                 return None if body is None else parse_delta(body, layout, name)
-            except CutBodyError as exc:  # a union that leaves it out would lose its rows
+            except CutBodyError as exc:  # a merge without this delta would lose its rows
                 problem = UnavailableError(str(exc))
             except CorruptEntryError as exc:
                 problem = exc
@@ -142,7 +141,7 @@ async def read_deltas(
 
 
 def parse_delta(body: bytes | memoryview, layout: Layout, name: str) -> Rows:
-    """Check a whole delta. Raises CorruptEntryError, which names it."""
+    """Parse and check a whole delta. Raises CorruptEntryError with its name."""
     segment = Segment.parse(body, layout.namespace, name=name)
     segment.check()
     return segment.rows
@@ -158,7 +157,7 @@ class Overlay:
     """The rows of the deltas that were read for a snapshot. Immutable; any thread may look up.
 
     Attributes:
-        snapshot: That one.
+        snapshot: The name of that snapshot.
         segment: The rows, each digest once.
         words: Their filter, see ``bloom``.
         read: ULIDs of the deltas, in rising order.
@@ -171,7 +170,7 @@ class Overlay:
 
     @classmethod
     def empty(cls, snapshot: SnapshotName) -> Overlay:
-        """That of a snapshot of which no delta was read."""
+        """Make the overlay of a snapshot without deltas."""
         words = memoryview(bytes(8)).cast("Q")
         return cls(snapshot, Segment.of(Rows.of([], [])), words, ())
 
@@ -182,23 +181,26 @@ class Overlay:
 
     @property
     def fresh_rows(self) -> int:
-        """About how many rows these have."""
+        """About how many rows the fresh deltas have."""
         return len(self.segment) * self.fresh_deltas // max(1, len(self.read))
 
     @property
     def writers(self) -> int:
-        """Writers of the deltas of the last 15 minutes."""
+        """How many writers made the deltas of the last 15 minutes."""
         if not self.read:
             return 0
         first = first_ulid(time_s(self.read[-1]) - MARGIN_S)
         return len({writer_of(ulid) for ulid in self.read[bisect_left(self.read, first) :]})
 
     def encode_with(self, deltas: Mapping[str, Rows], namespace: str) -> list[bytes | memoryview]:
-        """The pieces of the file of the next overlay of this snapshot; 20 ms for 100,000 rows.
+        """Encode this overlay and further deltas as the next file; 20 ms for 100,000 rows.
 
         Args:
-            deltas: ULID to rows; none that is here already.
+            deltas: ULID to rows; none that the overlay has already.
             namespace: Of all of them.
+
+        Returns:
+            The pieces of the file.
         """
         rows = merge([self.segment.rows, *deltas.values()])
         read = "".join(sorted((*self.read, *deltas)))
@@ -212,10 +214,10 @@ class Overlay:
 
     @classmethod
     def parse(cls, blob: bytes | memoryview, namespace: str) -> Overlay:
-        """A whole file; all of it is read, since it is not synced to the device.
+        """Parse a whole file. All of it is checked, since it is not synced to the device.
 
         Raises:
-            CorruptEntryError: It is damaged, or none of this namespace.
+            CorruptEntryError: It is damaged, or not of this namespace.
         """
         more = {"filter": "<u8", "read": "u1"}
         segment = Segment.parse(blob, namespace, name="overlay", kind=KIND, more=more)
@@ -234,20 +236,20 @@ class Overlay:
 
 @dataclass(slots=True)
 class _Item:
-    """One key to announce, and whom to tell of it."""
+    """One key to announce, and its callbacks."""
 
     nbytes: int
     done: list[Callable[[bool], None]]
 
 
 class Announcer:
-    """Collects what one process stored, and writes it until the bucket confirms it.
+    """Collects the keys that one process stored, and announces them in deltas.
 
-    A key waits from ``add`` on until a delta with its row is confirmed, or until it is given up;
-    then its callbacks are told once. A failed write is tried again under a new name, without limit.
-    A key is given up by ``close``, by an error of ours, and where too much waits.
+    A key waits from ``add`` until a delta with its row is confirmed, or until it is given up; then
+    its callbacks are called once. A failed write is repeated under a new name, without limit. A key
+    is given up by ``close``, after an error of ours, and when too many wait.
 
-    For the loop's thread only. The task runs while something waits.
+    For the loop's thread only. The task runs while a key waits.
 
     Counters: ``announced`` (keys) and ``announce_failed``.
     """
@@ -269,7 +271,7 @@ class Announcer:
             writers: How many writers the fleet has (``ManifestIndex.writers``); no I/O.
             newest: The newest name that this process has accepted (``ManifestIndex.newest``).
             pause_s: The least pause between two deltas; how long the first key waits for others.
-            clock: The server's time; a new one if None.
+            clock: The server's clock; a new one if None.
         """
         self._store = store
         self._layout = layout
@@ -278,8 +280,8 @@ class Announcer:
         self._newest = newest
         self._pause_s = pause_s
         self._waiting: dict[bytes, _Item] = {}
-        self._sending = 0  # so many of these, the first, are in the delta that is written
-        self._urgent = 0  # so many of the others are not held back
+        self._sending = 0  # how many of these, from the first, are in the delta being written
+        self._urgent = 0  # how many of the others are sent without a pause
         self._hurry = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -298,9 +300,9 @@ class Announcer:
         """Announce one key soon; never waits.
 
         Args:
-            nbytes: Size of its object; 0 where it is not known.
-            done: Called once in the loop's thread: True when the bucket has confirmed the delta,
-                False when it was given up. Must not wait.
+            nbytes: Size of its object; 0 if not known.
+            done: Called once in the loop's thread: with True when the bucket has confirmed the
+                delta, with False when the key was given up. Must not wait.
         """
         item = self._waiting.get(key.digest)
         if self._closed or (item is None and len(self._waiting) >= MAX_WAITING):
@@ -323,12 +325,12 @@ class Announcer:
         self._start()
 
     def send_soon(self) -> None:
-        """Send what waits now, without waiting out the pace or a pause after a failure."""
+        """Send the waiting keys now, without the rest of a pause, also of one after a failure."""
         self._urgent = len(self._waiting) - self._sending
         self._hurry.set()
 
     def close(self) -> None:
-        """Give up what waits, and take no more; returns at once. Idempotent."""
+        """Give up the waiting keys, and take no more; returns at once. Idempotent."""
         self._closed = True
         if self._task is not None:
             self._task.cancel()
@@ -344,7 +346,7 @@ class Announcer:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
         if not task.cancelled() and not self._closed:
-            if self._waiting:  # it came after the last look
+            if self._waiting:  # a key came after the last check
                 self._start()
             return
         self._closed = True
@@ -358,7 +360,7 @@ class Announcer:
             self._urgent = max(0, self._urgent - len(batch))
             self._sent_s = time.monotonic()
             confirmed = False
-            # The other batches may do where this one fails.
+            # If this batch fails, the others may still succeed.
             with contained(self._counters, "announcing %d keys", len(batch)):
                 await self._put(batch)
                 confirmed = True
@@ -372,7 +374,7 @@ class Announcer:
                 done(confirmed)
 
     async def _wait_for_more(self) -> None:
-        """Wait by the pace, until a batch is full, or until somebody hurries."""
+        """Wait until the pause is over, a batch is full, or ``send_soon`` is called."""
         if not self._urgent and len(self._waiting) < BATCH_ROWS:
             self._hurry.clear()
             pace_s = max(self._pause_s, self._pause_s / PAUSE_S * self._writers())
@@ -380,20 +382,20 @@ class Announcer:
             await _wait(self._hurry, max(self._pause_s, pace_s - since_s))
 
     async def _put(self, batch: Mapping[bytes, _Item]) -> None:
-        """Write one delta, until the bucket has it."""
+        """Write one delta; repeat until the bucket has it."""
         body = encode_delta(
             list(batch), [item.nbytes for item in batch.values()], self._layout.namespace
         )
         backoff = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S, uniform=jitter.uniform)
         while True:
-            self._hurry.clear()  # before the attempt: who hurries during it does not wait after it
+            self._hurry.clear()  # before the attempt: `send_soon` during it skips the next pause
             try:
                 await self._ask_clock()
-                # A new name for each attempt: readers look for it around its time.
+                # A new name for each attempt: readers list names around the present time.
                 name = self._names.next(self._clock.now_s(), at_least=self._newest())
                 await self._store.put_if_absent(deltas_prefix(self._layout) + name, body)
             except ConflictError:
-                pass  # our own, its reply was lost: nobody else has the name
+                pass  # it is ours, and its reply was lost: no other process uses the name
             except (UnavailableError, AccessError) as exc:
                 self._failed(exc)
                 pause_s = backoff.next_s()
@@ -408,11 +410,11 @@ class Announcer:
     async def _ask_clock(self) -> None:
         if self._until_ask > 0:
             return
-        # One who may not read what it wrote goes by our own clock.
+        # A process that may not read what it wrote goes by its own clock.
         with suppress(AccessError):
             await self._clock.ask(self._store, self._layout)
         self._until_ask = _ASK_CLOCK_EVERY
-        self._names = Names()  # those by a clock that was ahead are not to be kept up with
+        self._names = Names()  # new names need not exceed those by a clock that was ahead
 
     def _failed(self, exc: UnavailableError | AccessError) -> None:
         self._counters.add("announce_failed")
@@ -428,12 +430,12 @@ class Announcer:
 def encode_delta(
     digests: Sequence[bytes], nbytes: Sequence[int], namespace: str
 ) -> list[bytes | memoryview]:
-    """The pieces of a delta; digests in any order."""
+    """Encode a delta as pieces; digests in any order."""
     return encode(merge([Rows.of(digests, nbytes)]), namespace)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for an event, at most so long."""
+    """Wait for an event, at most ``timeout_s``."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index of one process: lookups from mapped files without a lock, and how it follows."""
+"""The index of one process: lock-free lookups in mapped files, and refreshes from the bucket."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ log = logging.getLogger(__name__)
 NEGATIVE_TTL_S = 60.0
 """How long a key is denied after the bucket did not have it."""
 BAD_OBJECT_TTL_S = 3600.0
-"""How long a key is denied after its object came bad."""
+"""How long a key is denied after its object arrived bad."""
 SNAPSHOTS_EVERY = 30
-"""Snapshots are looked for, and all deltas listed, at every so manieth look at the bucket."""
+"""Every so many refreshes from the bucket, snapshots and all deltas are listed."""
 MAX_OWN = 2**18
-"""Keys that this process denies, or has stored and no delta has told yet."""
-# Before a download that failed is tried again; after each further one twice as many.
+"""The most keys that this process denies, or has stored and no delta has announced yet."""
+# Refreshes before a failed download is tried again; after each further failure twice as many.
 _RETRY_REFRESHES = 3
 _REFRESH = "refresh"  # the claim of the process that asks the bucket for this node
-_TAKE_OVER = 3  # refreshes without it
-# One fetch in a hundred that finds nothing asks for a listing; of a few that says nothing.
+_TAKE_OVER = 3  # refreshes without a sign of it, until others ask too
+# A listing is due if one fetch in a hundred finds nothing; a few fetches prove nothing.
 _MANY_VANISHED = 32
 _VANISHED_SHARE = 0.01
 
 
 class IndexCounts(NamedTuple):
-    """How large an index is.
+    """The size of an index.
 
     Attributes:
-        fresh_deltas: Deltas that the snapshot does not hold for certain.
+        fresh_deltas: Deltas that the snapshot may not hold.
         fresh_rows: Rows of these.
         overlay_rows: Rows of all deltas that count, with those of the 15 minutes before.
         snapshot_rows: Rows of the snapshot.
-        snapshot: Its name; the default for none.
+        snapshot: Its name; the default value for none.
     """
 
     fresh_deltas: int
@@ -65,12 +65,12 @@ class IndexCounts(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """What this process knows of a key, whatever the rows say.
+    """What this process itself knows of a key; it overrides the rows.
 
     Attributes:
-        nbytes: Size of the object that it stored, 0 if not known; None where the key is denied.
-        until_s: When that ends, by the monotonic clock.
-        is_bad: Denied because the object is unusable.
+        nbytes: Size of the object that it stored, 0 if not known; None if the key is denied.
+        until_s: When this knowledge expires, by the monotonic clock.
+        is_bad: True if the key is denied because its object is unusable.
     """
 
     nbytes: int | None
@@ -79,7 +79,7 @@ class _Own(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What lookups read, replaced as a whole.
+    """The rows and filters that lookups read; replaced as a whole.
 
     Attributes:
         overlay: Rows of the deltas.
@@ -92,7 +92,7 @@ class _View(NamedTuple):
     words: memoryview[int]
 
     def nbytes(self, hi: int, lo: int) -> int | None:
-        """Size of an object, 0 if not known; None where no row names it."""
+        """Size of an object, 0 if not known; None if no row names it."""
         for segment in (self.overlay.segment, self.snapshot):
             row = segment.find(hi, lo)
             if row >= 0:
@@ -100,14 +100,14 @@ class _View(NamedTuple):
         return None
 
     def lookup(self, own: dict[bytes, _Own], ask: Callable[[Key], bool]) -> Callable[[Key], bool]:
-        """A function that says whether a key is held.
+        """Make a function that returns whether a key is held.
 
-        A lookup is a dozen small steps, and each call in Python would cost as much as two, so
-        filters and rows are looked up inline.
+        A lookup is a dozen small steps, and a call in Python would cost as much as two of them, so
+        filters and rows are searched inline.
 
         Args:
             own: What this process itself knows.
-            ask: Answers for these keys.
+            ask: The lookup of these keys.
         """
         recent, find_recent = self.overlay.words, self.overlay.segment.find
         words, masks, low_bits = self.words, MASKS, len(MASKS) - 1
@@ -139,7 +139,7 @@ class _View(NamedTuple):
                         row = bisect_left(his, hi, row + 1, fences[slot + 1])
                         found = his[row]
                 return found == hi and (los[row] == lo or find(hi, lo) >= 0)
-            except IndexError:  # behind the last row
+            except IndexError:  # past the last row
                 return False
 
         return lookup
@@ -151,31 +151,31 @@ def _view_of_nothing() -> _View:
 
 
 class ManifestIndex:
-    """Which keys are worth fetching, as far as this node was told. Lookups from any thread.
+    """Which keys are worth fetching, as far as this node knows. Any thread may look up.
 
     A True is a hint, never a promise: only bytes that are open on this node are granted. A lookup
-    asks in this order: what this process itself knows, rows of the deltas, and the snapshot; a
-    filter is in front of both.
+    reads, in this order: what this process itself knows, the rows of the deltas, and the snapshot.
+    Deltas and snapshot each have a filter in front.
 
     What this process knows of a key is one of these. It is *missing* after ``mark_missing`` here or
     in another process of the node, for a minute, or until this process reads a delta that names it.
     It is *bad* after ``mark_bad``, for an hour. It is *stored here* after ``add``, until a delta or
-    a snapshot holds it. The next call for the key ends each, but a bad key is not made a missing
-    one. Of too many the oldest are forgotten.
+    a snapshot holds it. The next call for the key replaces each, but ``mark_missing`` leaves a bad
+    key bad. Past ``MAX_OWN`` keys the oldest are dropped.
 
-    Of a node's processes one asks the bucket: it holds the claim ``refresh``. The others take over
-    the files that it writes. Where it fails, the next try is another one's. Where nobody has tried
-    for three refreshes, each asks for itself.
+    One process per node asks the bucket: it holds the claim ``refresh``. The others read the files
+    that it writes. If it fails, another process tries next. If no process has tried for three
+    refreshes, each asks for itself.
 
-    Counters: ``index.missing`` (keys that were not to be had), ``index.vanished`` (of these,
-    keys that the index held and the bucket did not), ``index.downloads`` (deltas and snapshots),
-    ``index.refused`` (files of the index that could not be used), ``index.fetch_failed``
-    (downloads of snapshots).
+    Counters: ``index.missing`` (keys that could not be fetched), ``index.vanished`` (of these, keys
+    that the index held and the bucket did not), ``index.downloads`` (deltas and snapshots),
+    ``index.refused`` (unusable files of the index), ``index.fetch_failed`` (failed downloads of
+    snapshots).
 
     Attributes:
-        maybe_contains: Whether the corpus probably holds a key; about a microsecond, no lock.
-            Replaced by each refresh with news: not to be kept.
-        poll_s: Call ``refresh`` so often.
+        maybe_contains: True if the corpus probably holds a key; about a microsecond, no lock. Do
+            not keep it: each refresh with new rows replaces it.
+        poll_s: Seconds between two calls of ``refresh``.
     """
 
     def __init__(
@@ -190,14 +190,14 @@ class ManifestIndex:
         refresh_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is read before the first refresh.
+        """Read nothing before the first refresh.
 
         Args:
             store: The bucket.
             layout: Of the namespace.
             folder: This node's files.
             jobs: Runs downloads, see ``child``.
-            disk: Runs what blocks.
+            disk: Runs blocking calls in a thread.
             counters: Where to count.
             refresh_s: How often a node asks the bucket.
             clock: Monotonic seconds.
@@ -214,17 +214,17 @@ class ManifestIndex:
         self._loaded = False
         self._asking = asyncio.Lock()
         self._claim: int | None = None
-        self._until_whole = 0  # looks until one for snapshots and all deltas
+        self._until_whole = 0  # refreshes until one that lists snapshots and all deltas
         self._inode = 0  # of the overlay that is open
         self._asked_s: float | None = None  # its time: when the bucket last answered
         self._tried_s = -math.inf  # when this process last asked the bucket, monotonic
         self._fetch: asyncio.Task[None] | None = None
         self._failures = 0  # of these, in a row
-        self._newest = SnapshotName()  # that the bucket holds
+        self._newest = SnapshotName()  # the newest one that the bucket holds
         self._refused: set[str] = set()  # names of files that could not be used
-        self._lock = threading.Lock()  # of writers of the next one, never of lookups
+        self._lock = threading.Lock()  # held by writers of the next attribute, never by lookups
         self._own: dict[bytes, _Own] = {}  # the oldest first
-        self._gone: list[bytes] = []  # the node's other processes are to hear of these
+        self._gone: list[bytes] = []  # to be announced to the node's other processes
         self._missing_place = (0, 0)
         self._present = self._vanished = 0
         self._said_vanished = self._complained = False
@@ -234,7 +234,7 @@ class ManifestIndex:
     # -- lookups -----------------------------------------------------------------------------
 
     def _holds(self, key: Key) -> bool:
-        """As maybe_contains, of which it is the slow half."""
+        """The slow half of maybe_contains: keys of which this process itself knows something."""
         return self.nbytes(key) is not None
 
     def _known(self, digest: bytes) -> _Own | None:
@@ -242,15 +242,15 @@ class ManifestIndex:
         return own if own is not None and self._clock() < own.until_s else None
 
     def nbytes(self, key: Key) -> int | None:
-        """Size of a key's object, 0 where it is not known; None where the key is not held."""
+        """Size of a key's object, 0 if not known; None if the key is not held."""
         own = self._known(key.digest)
         return self._view.nbytes(key.digest_hi, key.digest_lo) if own is None else own.nbytes
 
     def is_announced(self, key: Key) -> bool:
-        """Whether all readers are told that the entry is there.
+        """True if a delta or a snapshot names the entry, so that all readers find it.
 
-        What this process stored itself and no delta has told does not count, nor does a key that
-        is denied: whoever finds its object tells that again.
+        An entry that this process stored and no delta has announced does not count, nor does a
+        denied key: the process that finds its object announces it again.
         """
         own = self._known(key.digest)
         is_denied = own is not None and own.nbytes is None
@@ -263,7 +263,7 @@ class ManifestIndex:
 
     @property
     def loaded(self) -> bool:
-        """True after the first refresh that knew the newest snapshot, or that there is none."""
+        """True after the first refresh that opened the newest snapshot, or found none."""
         return self._loaded
 
     @property
@@ -273,7 +273,7 @@ class ManifestIndex:
 
     @property
     def files(self) -> tuple[SnapshotName, Sequence[str]]:
-        """The snapshot that is open, and the ULIDs of the deltas that were read since."""
+        """The snapshot that is open, and the ULIDs of the deltas that were read for it."""
         overlay = self._view.overlay
         return overlay.snapshot, overlay.read
 
@@ -294,7 +294,7 @@ class ManifestIndex:
         return None if self._asked_s is None else max(0.0, self._folder.clock() - self._asked_s)
 
     def counts(self) -> IndexCounts:
-        """How large it is. No I/O."""
+        """The index's size. No I/O."""
         overlay, snapshot = self._view.overlay, self._view.snapshot
         return IndexCounts(
             overlay.fresh_deltas,
@@ -305,7 +305,7 @@ class ManifestIndex:
         )
 
     def levels(self) -> dict[str, float]:
-        """What the gauges say of it. No I/O."""
+        """The index's gauges, by name. No I/O."""
         counts = self.counts()
         found = {"level.index_entries": float(counts.overlay_rows + counts.snapshot_rows)}
         if (age_s := self.answered_s()) is not None:
@@ -315,15 +315,15 @@ class ManifestIndex:
     # -- what this process learns --------------------------------------------------------------
 
     def add(self, key: Key, nbytes: int = 0) -> None:
-        """The key was just confirmed stored: found from now on; no I/O."""
+        """Note that a key was just confirmed stored: lookups find it from now on; no I/O."""
         self._learn(key.digest, _Own(nbytes))
 
     def mark_missing(self, key: Key, *, absent: bool = False) -> None:
-        """The key is not to be had: deny it for a minute; no I/O.
+        """Deny a key that cannot be fetched, for a minute; no I/O.
 
         Args:
-            absent: The bucket does not have it; the node's other engines hear of it with the next
-                refresh. Otherwise it refused.
+            absent: True if the bucket does not have it; the next refresh announces that to the
+                node's other engines. False if the bucket refused.
         """
         if absent:
             self._gone.append(key.digest)
@@ -335,11 +335,11 @@ class ManifestIndex:
             self._learn(key.digest, _Own(None, self._clock() + NEGATIVE_TTL_S))
 
     def mark_present(self, key: Key) -> None:
-        """A GET has found the key's object; no I/O."""
+        """Note that a GET has found the key's object; no I/O."""
         self._present += 1
 
     def mark_bad(self, key: Key) -> None:
-        """The key's object is unusable: deny it for an hour; no I/O."""
+        """Deny a key whose object is unusable, for an hour; no I/O."""
         self._counters.add("index.missing")
         self._learn(key.digest, _Own(None, self._clock() + BAD_OBJECT_TTL_S, is_bad=True))
 
@@ -348,11 +348,11 @@ class ManifestIndex:
             self._own[digest] = own
 
     def _forget(self, view: _View | None, news: Sequence[Rows] = ()) -> None:
-        """Drop what is over, and the oldest of too many.
+        """Drop what has expired, and the oldest if there are too many.
 
         Args:
-            view: A new one: what it holds need not be remembered as stored here.
-            news: Rows of new deltas: what they name is missing no more.
+            view: A new view, if any: keys that it holds need not be remembered as stored here.
+            news: Rows of new deltas: keys that they name are no longer missing.
         """
         now_s, known, named = self._clock(), list(self._own.items()), Segment.of(merge(news))
         for number, (digest, own) in enumerate(known):
@@ -370,16 +370,16 @@ class ManifestIndex:
     # -- the loop's thread -----------------------------------------------------------------
 
     async def refresh(self, *, now: bool = False) -> None:
-        """Take over what the node knows; ask the bucket where that is older than ``refresh_s``.
+        """Open what the node has read; ask the bucket if that is older than ``refresh_s``.
 
         One LIST, and a GET for each new delta. A new snapshot is downloaded in the background.
 
         Args:
-            now: Ask the bucket, whatever the node knows, and wait for the newest snapshot.
+            now: Ask the bucket in any case, and wait for the newest snapshot.
 
         Raises:
-            UnavailableError, AccessError: The bucket did not answer; what is known stays.
-            TierError: This node's disk refused; what is known stays.
+            UnavailableError, AccessError: The bucket did not answer; known rows stay.
+            TierError: This node's disk refused; known rows stay.
         """
         fetch = None
         async with self._asking:
@@ -394,7 +394,7 @@ class ManifestIndex:
             await fetch
 
     async def close(self) -> None:
-        """End what runs in the background; lookups go on with what is known."""
+        """End background work; lookups continue with the known rows."""
         if self._fetch is not None:
             self._fetch.cancel()
             await asyncio.gather(self._fetch, return_exceptions=True)
@@ -406,36 +406,36 @@ class ManifestIndex:
             self._folder.release(claim)
 
     def _must_ask(self) -> bool:
-        """Whether it is this process's turn to ask the bucket; may take the node's claim."""
-        # A little early, or a poll that comes a moment before its time would wait for the next.
+        """True if this process must ask the bucket now; may take the node's claim."""
+        # A little early, or a poll just before the time would wait for the next poll.
         due_s = self._refresh_s * 0.9
         if self._clock() - self._tried_s < due_s:
-            return False  # nor is the claim for who has just failed, see refresh
-        # Negative where the clock was set back. Before the claim: who has just taken it is to touch
-        # it at once, since all others go by its age.
+            return False  # nor may a process that has just failed take the claim, see refresh
+        # Negative if the clock was set back. Read before the claim is taken: its new holder must
+        # touch it at once, since all others go by its age.
         age_s = self._folder.claim_age_s(_REFRESH)
         if self._claim is None:
-            with suppress(TierError):  # asks for itself
+            with suppress(TierError):  # then this process asks for itself
                 self._claim = self._folder.try_claim(_REFRESH)
         if self._claim is None:
             age_s = self._folder.claim_age_s(_REFRESH)
             return not 0 <= age_s < _TAKE_OVER * self._refresh_s
         if self._asked_s is not None and 0 <= age_s < due_s:
-            return False  # the process before this one did
+            return False  # the previous holder has just asked
         self._folder.touch_claim(_REFRESH)
         return True
 
     def _take_over(self) -> bool:
-        """Open what another process of this node has written, and tell it what was gone.
+        """Open what another process of this node has written, and exchange missing keys.
 
         Returns:
-            Whether it is this process's turn to ask the bucket.
+            True if this process must ask the bucket now.
         """
         is_other = False
         try:
             is_other = self._open()
         except (OSError, CorruptEntryError) as exc:
-            # Of an earlier life, or its snapshot was removed: it is written again.
+            # Left by an earlier process, or its snapshot was removed: it is written again.
             self._inode, self._asked_s = 0, None
             if not isinstance(exc, FileNotFoundError):
                 self._refuse(OVERLAY, exc)
@@ -459,18 +459,18 @@ class ManifestIndex:
         self._missing_place = (place[0], place[1])
         for digest, at_s in news:
             left_s = NEGATIVE_TTL_S - (self._folder.clock() - at_s)
-            # Our own marks come back as well, and what was stored here since counts more.
+            # The file has our own marks as well, and a later store of this process counts more.
             if 0 < left_s <= NEGATIVE_TTL_S and digest not in self._own:
                 self._learn(digest, _Own(None, self._clock() + left_s))
 
     def _open(self) -> bool:
-        """Have lookups use the node's overlay, and the snapshot that it names.
+        """Make lookups use the node's overlay, and the snapshot that it names.
 
         Returns:
-            Whether it was another one.
+            True if the overlay had changed.
 
         Raises:
-            CorruptEntryError, OSError: They are not here, or not what they should be.
+            CorruptEntryError, OSError: The files are not here, or are invalid.
         """
         path = self._folder.path / OVERLAY
         about = path.lstat()
@@ -509,14 +509,14 @@ class ManifestIndex:
             log.warning("a file of the index cannot be used: %s", exc)
 
     def _leave_out(self, name: str) -> None:
-        """A clock of several servers that do not agree makes such names: say it once for each."""
+        """Log a name that is left out, once: servers whose clocks disagree make such names."""
         if name not in self._refused:
             self._refuse(name, ValueError(f"{name} has a name that is ahead of the server's date"))
 
     # -- asking the bucket ---------------------------------------------------------------------
 
     async def _ask(self, *, now: bool) -> asyncio.Task[None] | None:
-        """Look for new deltas, and for a new snapshot where that is due; returns its download."""
+        """Read new deltas, and list snapshots if that is due; returns a snapshot's download."""
         is_whole = now or self._until_whole <= 0
         self._until_whole = (SNAPSHOTS_EVERY if is_whole else self._until_whole) - 1
         try:
@@ -528,7 +528,7 @@ class ManifestIndex:
         except S3ECError:
             self._until_whole = 0
             raise
-        if replicas:  # of what home has they say nothing: it is asked as soon as it answers
+        if replicas:  # they do not show what home has: it is asked as soon as it answers
             self._until_whole = 0
         else:
             self._loaded = self._loaded or self._newest == self._view.overlay.snapshot
@@ -538,13 +538,13 @@ class ManifestIndex:
         """Begin to download the newest snapshot, if there is a newer one.
 
         Args:
-            replicas: Those that served the listing; filled by it. Empty: home did.
+            replicas: The replicas that served the listing, which fills it. Empty if home did.
         """
         found = await list_snapshots(self._store, self._layout, left_out=self._leave_out)
         shown = oldest = self._view.overlay.snapshot
         if not replicas and found and found[0][0] < shown:
-            # A replica had this one while home did not answer, and home does not know it. It may
-            # list the replica, where most is missing. What home has is newer, whatever its name.
+            # A replica had this one while home did not answer, and home does not have it. It may be
+            # of a listing of the replica, where most is missing. Home's snapshots count as newer.
             oldest = SnapshotName()
         newer = [one for one in found if one[0] > oldest and one[1].name not in self._refused]
         self._newest = newer[0][0] if newer else shown
@@ -556,20 +556,21 @@ class ManifestIndex:
     async def _bring(
         self, newer: Sequence[tuple[SnapshotName, ObjectInfo]], foreign: SnapshotName | None
     ) -> None:
-        """Show the first one that can be used, once all of its deltas are read.
+        """Show the first usable snapshot, once all of its deltas are read.
 
         Args:
-            foreign: A snapshot that home does not have: any of these is newer.
+            newer: Snapshots to try, in this order.
+            foreign: The shown snapshot if home does not have it: any of ``newer`` replaces it.
         """
         self._failures = min(self._failures + 1, SNAPSHOTS_EVERY)
         for name, info in newer:
             try:
                 await self._disk(self._open_snapshot, name)
-            except (OSError, CorruptEntryError):  # not here, or this disk has damaged it
+            except (OSError, CorruptEntryError):  # not on this node, or damaged by its disk
                 await self._disk(self._folder.need_room, info.nbytes)
                 job = Job("fetch", self._layout.namespace, str(self._folder.path), str(name))
-                # A child takes a second to start. What comes by one request is done sooner here,
-                # and holds no hook up.
+                # A child takes a second to start. A snapshot of one request is read sooner here,
+                # and delays no hook.
                 is_small = info.nbytes <= PART_BYTES
                 try:
                     await (in_process(self._store) if is_small else self._jobs)(job)
@@ -580,13 +581,13 @@ class ManifestIndex:
             async with self._asking:
                 overlay = self._view.overlay
                 if name > overlay.snapshot or overlay.snapshot == foreign:
-                    # Of most snapshots the deltas that are known do not count any more.
+                    # For most new snapshots the known deltas do not count any more.
                     counts = not overlay.read or overlay.read[0] >= window_start(name.ulid)
                     overlay = replace(overlay, snapshot=name) if counts else Overlay.empty(name)
                     try:
                         with served_by() as replicas:
                             await self._read_deltas(overlay, replicas, is_whole=True)
-                    except (UnavailableError, AccessError):  # it is here, and costs no more
+                    except (UnavailableError, AccessError):  # the snapshot itself is here by now
                         self._failures = 0
                         raise
                 self._loaded = True
@@ -605,15 +606,15 @@ class ManifestIndex:
             log.warning("a snapshot of the index cannot be had now: %s", exc)
 
     async def _read_deltas(self, overlay: Overlay, replicas: set[Place], *, is_whole: bool) -> None:
-        """Read what an overlay does not hold, and write and show the next one.
+        """Read the deltas that an overlay does not hold, and write and show the next overlay.
 
         Args:
-            replicas: Those that served this look so far, while home does not answer.
-            is_whole: List all deltas that count, and read again what could not be used. Otherwise
-                only those are listed that may have come since.
+            replicas: The replicas that served this refresh so far, while home does not answer.
+            is_whole: List all deltas that count, and read again those that were unusable. Otherwise
+                only deltas that may be new are listed.
         """
         newest = NEVER if is_whole else max(overlay.read, default=NEVER)
-        # While the first snapshot is on its way, those that count for that one.
+        # While the first snapshot is on its way, the deltas that count for that one.
         is_first = overlay.snapshot == SnapshotName()
         since = self._newest if is_first else overlay.snapshot
         found = await list_deltas(
@@ -639,16 +640,16 @@ class ManifestIndex:
                 failed = answer
         if failed is None or overlay is self._view.overlay:
             await self._disk(self._write, overlay, rows, not replicas)
-        # Last: one delta that cannot be had now must not keep back the others. A new snapshot waits
-        # for all of them, since those that it replaces are shown.
+        # Last: one delta that cannot be read now must not delay the others. A new snapshot waits
+        # for all of its deltas, since the rows that it replaces are shown meanwhile.
         if failed is not None:
             raise failed
 
     def _write(self, overlay: Overlay, rows: dict[str, Rows], is_homes: bool) -> None:
-        """Write what was read for the node, and open it. Raises TierError.
+        """Write the next overlay to the node's files, and open it. Raises TierError.
 
         Args:
-            is_homes: The bucket itself has answered, which is what the file's time says.
+            is_homes: True if home itself has answered; the file's time says when it last did.
         """
         if rows or overlay is not self._view.overlay or not self._inode:
             pieces = overlay.encode_with(rows, self._layout.namespace)

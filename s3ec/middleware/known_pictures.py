@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which embedding a picture has, and a hold on it while its request runs.
+"""Finds the embedding of a picture, and keeps it open while its request runs.
 
-A picture is known by the bytes of its data URL. All calls here block and are for threads of their
-own.
+A picture is identified by the bytes of its data URL. All calls here block; call them in a thread.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from s3ec.tier.tier import Tier
 def name_of_picture(url: str, name_of: Callable[[bytes], str | None]) -> str:
     """The identifier that vLLM will give to the picture of a URL.
 
-    vLLM has decoded what is stored under a name, and a name is of all bytes of a picture. So one
-    that vLLM would refuse has a name, and no embedding.
+    A name covers all bytes of a picture, and vLLM has decoded every picture that is stored. So a
+    picture that vLLM would refuse has a name, but no embedding.
 
     Args:
         name_of: ``VLLMNames.name``.
 
     Raises:
-        UntouchedError: It cannot be told here.
+        UntouchedError: The identifier cannot be found here.
     """
     if url[:5].lower() != "data:":
         raise UntouchedError("url")
@@ -38,7 +37,7 @@ def name_of_picture(url: str, name_of: Callable[[bytes], str | None]) -> str:
 
 
 def _of_data_url(url: str) -> bytes:
-    """The bytes, as strictly as vLLM (0.32, media/connector.py: ``_load_data_url``)."""
+    """Decode a data URL as strictly as vLLM (0.32, media/connector.py: ``_load_data_url``)."""
     spec, comma, text = url[5:].partition(",")
     _, _, encoding = spec.rpartition(";")
     if not comma or ";" not in spec or encoding != "base64":
@@ -63,38 +62,38 @@ def _decode_base64(text: str) -> bytes:
 class Opener:
     """Opens embeddings on this node's disk for requests. Thread-safe.
 
-    The bytes of each are read and compared with their checksum before they are counted on: 0.1 ms
-    per MiB (``Tier(check_values=True)``). That counts as a use. Should eviction take one before
-    the engine looks for it, the request is asked again with its pixels.
+    The bytes of each are read and compared with their checksum before they are relied on: 0.1 ms
+    per MiB (``Tier(check_values=True)``). That counts as a use. If one is evicted before the engine
+    needs it, the request is sent again with its pixels.
     """
 
     def __init__(self, tier: Tier, naming: KeyPolicy, fields: frozenset[str]) -> None:
-        """Nothing is open.
+        """Open nothing yet.
 
         Args:
             tier: Of the engine's namespace.
             naming: As the engine's connector names entries.
-            fields: What must be stored with an embedding to size its placeholder.
+            fields: The fields that must be stored with an embedding to size its placeholder.
         """
         self._entries = tier.entries
         self._naming = naming
         self._fields = fields
 
     def open(self, identifiers: Iterable[str]) -> dict[str, OpenEntry]:
-        """Open the embeddings of all pictures of a request, which counts on them until it ends.
+        """Open the embeddings of all pictures of a request, which needs them until it ends.
 
         Returns:
-            By identifier. A thread is to empty it in the end, since that closes files.
+            The entries by identifier. Empty it in a thread at the end, since that closes files.
 
         Raises:
-            UntouchedError: One of them is not here.
+            UntouchedError: One of them is not on this node, or has not the right fields.
         """
         found: dict[str, OpenEntry] = {}
         try:
             for identifier in dict.fromkeys(identifiers):
                 found[identifier] = self._open_one(identifier)
         except BaseException:
-            found.clear()  # the exception has this frame, and may live for long
+            found.clear()  # the exception refers to this frame, and may live for long
             raise
         return found
 

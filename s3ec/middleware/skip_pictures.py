@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat requests reach vLLM without the pictures whose embeddings this node holds.
+"""Middleware that removes from chat requests the pictures whose embeddings this node holds.
 
 ``vllm serve --middleware s3ec.middleware.SkipPictures``. Clients stay as they are. vLLM neither
-decodes nor preprocesses what it does not get, and the connector loads the embedding as for any hit.
+decodes nor preprocesses such a picture, and the connector loads the embedding as for any hit.
 
-Whatever is not certain passes as it came: a picture that is not known, an option that may change
-what a picture becomes, a disk that does not answer in time, a fault of ours. What was replaced is
-asked again with its pixels, unseen by the client, if vLLM answers with an error. So the start of an
-answer is held back until it is certain: its status, or the first event of a stream that says more
-than the assistant's role. Errors that pixels would not mend, such as an overload, are handed on.
+A request passes unchanged in every case of doubt: an unknown picture, an option that may change
+how a picture is processed, a disk that does not answer in time, a fault of ours. If vLLM answers a
+replaced request with an error, it is sent again with its pixels, unseen by the client. So the start
+of a response is held back until it is certain: its status, or the first event of a stream that has
+more than the assistant's role. Errors that pixels would not cure, such as an overload, pass.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ from s3ec.trial import Trial
 log = logging.getLogger(__name__)
 
 PATH = "/v1/chat/completions"
-# Looking for the pictures of one request: reading JSON, hashing, links and checksums.
+# The time to find the pictures of one request: reading JSON, hashing, links and checksums.
 _PATIENCE_S = 2.0
 _THREADS = 2
-# So much is looked through at once; what is longer is left to a thread.
+# A body up to this size is searched at once; a longer one is left to a thread.
 _SMALL_BYTES = 1 << 16
 _MOST_AT_ONCE = 32
-# Of an answer that is held back; what is longer is good.
+# Bytes of a response that are held back; a longer response is good.
 _MOST_HELD_BYTES = 1 << 20
-# What vLLM answers where it takes no picture without pixels, or could not have its embedding.
+# vLLM's statuses if it takes no picture without pixels, or could not get its embedding.
 _FOR_WANT_OF_PIXELS = frozenset({400, 422, 500})
 _CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What replacing needs of this node and this server.
+    """The parts of this node and this server that replacing needs.
 
     Attributes:
-        name_of: vLLM's name for the bytes of a picture; None where it cannot be told.
+        name_of: Returns vLLM's name for the bytes of a picture; None if it is unknown.
         opener: Opens embeddings.
-        api_keys: SHA-256 of what the server asks its clients for; empty where it asks for nothing.
-        close: Ends all of it; blocks.
+        api_keys: SHA-256 of the server's API keys; empty if it requires none.
+        close: Closes all of it; blocks.
     """
 
     name_of: Callable[[bytes], str | None]
@@ -85,11 +85,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class WithoutPixels:
-    """What is asked in place of a request.
+    """The request that is sent in place of a client's.
 
     Attributes:
         body: Of the request.
-        entries: The embeddings that it counts on, by identifier.
+        entries: The open embeddings that it relies on, by identifier.
     """
 
     body: bytes
@@ -117,12 +117,12 @@ class SkipPictures:
 
         Args:
             app: vLLM's, or the next middleware.
-            open_node: Makes the parts from the application's state, or says why not; blocks. None
-                for those of this machine.
+            open_node: Makes the parts from the application's state, or returns why not; blocks.
+                None for those of this machine.
             clock: Monotonic seconds.
 
         Raises:
-            ConfigError: A value in the environment makes no sense.
+            ConfigError: A value in the environment is invalid.
         """
         self.counters = Counters()
         self._app = app
@@ -160,7 +160,7 @@ class SkipPictures:
             node, pool = self._ready(scope)
             await read(receive, self._limit_bytes, received)
             asked = await self._look(node, pool, received)
-            if self._trial.rests:  # since the others began
+            if self._trial.rests:  # it may have begun to rest meanwhile
                 self._give_back(asked)
                 raise UntouchedError("resting")
         except UntouchedError as exc:
@@ -184,10 +184,10 @@ class SkipPictures:
     # -- what to ask -------------------------------------------------------------------------------
 
     def _ready(self, scope: Scope) -> tuple[Node, DaemonPool]:
-        """What looks for pictures, if the body of a request is worth reading.
+        """Return the node and the pool, if the body of a request is worth reading.
 
         Raises:
-            UntouchedError: It goes on as it came.
+            UntouchedError: The request passes unchanged.
         """
         if self._node is None or self._pool is None:
             raise UntouchedError("off")
@@ -200,10 +200,10 @@ class SkipPictures:
         return self._node, self._pool
 
     async def _look(self, node: Node, pool: DaemonPool, received: Received) -> WithoutPixels:
-        """What to ask in place of a request.
+        """Make the request to send in place of a client's; in a thread.
 
         Raises:
-            UntouchedError: It goes on as it came.
+            UntouchedError: The client's request passes unchanged.
         """
         if not received.is_whole:
             raise UntouchedError("too_large" if received.size > self._limit_bytes else "busy")
@@ -223,11 +223,11 @@ class SkipPictures:
             is_ours = True
             return found
         except TimeoutError:
-            self._late = call  # until it has ended, nobody waits for another one
+            self._late = call  # until it has ended, no request waits for another call
             raise UntouchedError("slow") from None
         except UntouchedError:
             raise
-        except Exception as exc:  # noqa: BLE001 (no fault of ours may cost a client its answer)
+        except Exception as exc:  # noqa: BLE001 (no fault of ours may cost a client its response)
             self._complain(exc)
             raise UntouchedError("fault") from None
         finally:
@@ -237,7 +237,7 @@ class SkipPictures:
 
     def _give_back(self, asked: WithoutPixels) -> None:
         if self._pool is not None:
-            with suppress(RuntimeError):  # the server ends, and with it all that is open
+            with suppress(RuntimeError):  # the server ends, which closes all files
                 self._pool.submit(asked.entries.clear)
 
     def _complain(self, exc: Exception) -> None:
@@ -251,7 +251,7 @@ class SkipPictures:
     async def _ask(
         self, scope: Scope, received: Received, asked: WithoutPixels, receive: Receive, send: Send
     ) -> None:
-        """Ask without pixels, and with them where that fails."""
+        """Send the request without pixels, and again with them if that fails."""
         held = HeldBack(send, when_good=lambda: self._note_good(held.status, received))
         replay = Replay([whole(asked.body)], receive)
         try:
@@ -272,7 +272,7 @@ class SkipPictures:
             await self._app({**scope}, again, self._noting(asked, held.status, send))
 
     def _note_good(self, status: int, received: Received) -> None:
-        received.let_go()  # it is known soon, and the pictures take memory until the answer ends
+        received.let_go()  # early, since the pictures would take memory until the response ends
         if status < 400:
             self._trial.succeeded()
 
@@ -284,7 +284,7 @@ class SkipPictures:
             )
 
     def _noting(self, asked: WithoutPixels, status: int, send: Send) -> Send:
-        """Passes the second answer on; that it is good says what was wrong with the first."""
+        """Pass the second response on; if it is good, the missing pixels caused the first error."""
 
         async def passing(message: Message) -> None:
             is_start = message["type"] == "http.response.start"
@@ -297,7 +297,7 @@ class SkipPictures:
     # -- start and end -----------------------------------------------------------------------------
 
     def _start(self, scope: Scope) -> None:
-        """Have the parts made in a thread of its own, once; returns at once."""
+        """Make the parts in a thread of its own, once; returns at once."""
         if self._pool is not None:
             return
         self._pool = DaemonPool(_THREADS, "s3ec-skip")
@@ -341,14 +341,14 @@ def _without_pixels(node: Node, received: Received) -> WithoutPixels:
 
 
 def _let_go(call: Future[WithoutPixels]) -> None:
-    """Close what a call has opened for a request that does not wait for it any more."""
+    """Close the entries that a call has opened for a request that no longer waits for it."""
     if not call.cancelled() and call.exception() is None:
         call.result().entries.clear()
 
 
 @functools.cache
 def _metric() -> Any:
-    """What vLLM's /metrics shows; None without prometheus-client, which comes with vLLM."""
+    """The counter on vLLM's /metrics; None without prometheus-client, which comes with vLLM."""
     try:
         from prometheus_client import Counter
     except ImportError:
@@ -369,21 +369,21 @@ def _is_chat(scope: Scope) -> bool:
 
 
 class HeldBack:
-    """Takes an answer, and lets it through once it is certain that it is one.
+    """Holds a response back, and passes it on once it is certain that it is good.
 
-    States: held, then good, or failed for good. What comes of a failed answer is dropped.
+    States: held, then good, or failed for good. The rest of a failed response is dropped.
 
     Attributes:
-        is_good: Whether the client gets it.
-        status: Of the answer, 0 before it has begun; 500 for a stream that began with an error.
+        is_good: True if the client gets it.
+        status: Of the response, 0 before it has begun; 500 for a stream that began with an error.
     """
 
     def __init__(self, send: Send, *, when_good: Callable[[], object] = lambda: None) -> None:
-        """Nothing has come yet.
+        """Hold nothing yet.
 
         Args:
             send: The server's own.
-            when_good: Called once, before the client has any of it.
+            when_good: Called once, before the client gets any of the response.
         """
         self._send = send
         self.is_good = False
@@ -394,7 +394,7 @@ class HeldBack:
         self._events = FirstEvents()
 
     async def __call__(self, message: Message) -> None:
-        """Take the next message of the answer."""
+        """Take the next message of the response."""
         if self.is_good:
             await self._send(message)
             return
@@ -431,23 +431,23 @@ def _is_stream(start: Message) -> bool:
 
 
 class FirstEvents:
-    """Reads the beginning of a stream, until it is certain whether vLLM has an answer.
+    """Reads the beginning of a stream, until it is certain whether vLLM succeeds or fails.
 
-    vLLM sends the role of every choice before it looks whether its request failed (0.32,
+    vLLM sends the role of every choice before it checks whether its request failed (0.32,
     chat_completion/serving.py), and comments while it waits. An error is an event of its own. The
-    first word of any choice is enough: all of them need the same embeddings, which are held.
+    first word of any choice is enough: all of them need the same embeddings, which are open.
     """
 
     def __init__(self) -> None:
-        """Nothing was read."""
+        """Start before the first event."""
         self._left = b""
         self._size = 0
 
     def take(self, data: bytes) -> bool | None:
-        """Read on.
+        """Read further bytes of the stream.
 
         Returns:
-            True where the answer is one, False where it is an error, None where it is not certain.
+            True if the response is good, False if it is an error, None if that is not certain yet.
         """
         self._size += len(data)
         *events, self._left = (self._left + data).split(b"\n\n")
@@ -467,7 +467,7 @@ class FirstEvents:
                 return isinstance(code, int) and code not in _FOR_WANT_OF_PIXELS
             says_nothing = content["choices"] and all(map(_is_role, content["choices"]))
         except (ValueError, LookupError, TypeError, AttributeError):
-            return True  # whatever it is, it is no error that we know
+            return True  # it is no error that we know
         return None if says_nothing else True
 
 
@@ -487,7 +487,7 @@ def _open_node(state: Any, counters: Counters) -> Node | str:
     """Read vLLM's configuration, and open the tier that its connector uses.
 
     Returns:
-        A text that says why nothing is replaced.
+        The parts, or a text that says why nothing is replaced.
     """
     from s3ec.config import load_settings, set_up_logging
     from s3ec.connector.vllm_config import namespace_of

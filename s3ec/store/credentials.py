@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credentials that change under a running process: looked for again when a server refuses them.
+"""Credentials that change under a running process: searched again when a server refuses them.
 
-The SDK renews what comes with an expiry, and nothing else: a shared credentials file, a rotated
-key, a session that was revoked are read once per process. It also asks a credential service that
-does not answer once per request, and each request waits for that. Here the chain is asked by one
-task at a time, seldom, in a thread, and who needs what it is about to say waits for a bounded
-time. Checked with botocore 1.40 and 1.44.
+The SDK renews only credentials with an expiry: it reads a shared credentials file once per
+process, so a rotated key or a revoked session stays unnoticed. It also asks a credential service
+that does not answer once per request, and each request waits for that. Here one task at a time
+asks the chain, seldom, in a thread, and a request waits for its result for a bounded time.
+Checked with botocore 1.40 and 1.44.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from s3ec.runtime import DaemonPool
 
 log = logging.getLogger(__name__)
 
-# A look that hangs for longer than ``longest_look_s`` keeps its thread, and so many may: a command
-# that prints credentials has no limit of the SDK's.
+# A search that hangs for longer than ``longest_look_s`` keeps its thread, and this many may hang:
+# the SDK sets no time limit for a command that prints credentials.
 _HANGING_LOOKS = 4
 
 
 class ChainCredentials:
-    """What signs all requests of one store, for one event loop.
+    """The credentials that sign all requests of one store, for one event loop.
 
-    Its credentials are missing, good or expiring. Good ones are given at once, and a look beside
-    the requests renews them now and then; else a request waits for a look, no longer than
-    ``patience_s``. A look that ended less than ``look_every_s`` ago is not repeated: the request
-    gets its error, or the credentials as they are. One look is under way at a time. A refusal
-    changes no state: see ``others``.
+    The credentials are missing, good or expiring. Good ones are returned at once, and a search in
+    the background renews them now and then; otherwise a request waits for a search, at most
+    ``patience_s``. A search that began less than ``look_every_s`` ago is not repeated: the request
+    gets its error, or the credentials as they are. One search runs at a time. A refusal changes no
+    state: see ``others``.
 
     Of the SDK's own objects it needs ``get_frozen_credentials``, and ``refresh_needed`` where they
-    expire; the former may take its time, in a thread.
+    expire; the former runs in a thread and may take seconds.
 
     Args:
-        find: Walks the SDK's chain, in a thread; raises what the SDK raises, NoCredentialsError
-            where there are none.
+        find: Walks the SDK's chain, in a thread; raises the SDK's errors, NoCredentialsError if
+            there are none.
         clock: Monotonic seconds.
 
     Attributes:
-        look_every_s: The chain is asked at most so often. To ask an instance for its role takes
-            seconds where there is none, and what is refused stays so until somebody acts.
-        patience_s: How long a request waits for credentials that are being looked for.
-        longest_look_s: How long the look itself may take.
-        last_s: Nearer to their end than this, credentials are not used without asking again.
+        look_every_s: Least time between two searches. To ask an instance without a role for its
+            role takes seconds, and refused credentials stay refused until a person acts.
+        patience_s: How long a request waits for a search.
+        longest_look_s: How long a search may take.
+        last_s: Credentials that expire sooner than this are not used before another search.
     """
 
     method = "s3ec"
@@ -81,7 +81,7 @@ class ChainCredentials:
 
         Raises:
             BotoCoreError, ClientError: The SDK's: the chain has none, or its source refuses.
-            UnavailableError: The chain takes longer than a request waits; the look goes on.
+            UnavailableError: The search takes longer than a request waits; it continues.
         """
         is_due = self._clock() - self._asked_s >= self.look_every_s
         if self._is_usable():
@@ -96,19 +96,19 @@ class ChainCredentials:
         return self._frozen
 
     async def others(self, refused: Any, code: str) -> Any:
-        """Credentials to try instead of refused ones; None where there are no others now.
+        """Return credentials to try instead of refused ones; None if there are no others now.
 
-        The chain is walked anew, at once for the first refusal of these and seldom for later ones.
+        The chain is walked again, at once for the first refusal of these and seldom for later ones.
 
         Args:
-            refused: What signed the request.
-            code: The server's word for it.
+            refused: The credentials that signed the request.
+            code: The server's error code.
         """
         is_first = refused != self._refused
         with contextlib.suppress(UnavailableError):
             is_due = is_first or self._clock() - self._walked_s >= self.look_every_s
             if is_due:
-                await self._wait()  # a look beside the requests does not walk
+                await self._wait()  # a search in the background does not walk the chain
             begins = is_due and self._asking is None and self._frozen == refused
             if begins:
                 self._refused, self._walked_s = refused, self._clock()
@@ -129,7 +129,7 @@ class ChainCredentials:
         return None
 
     async def close(self) -> None:
-        """End a look that is under way."""
+        """Cancel a search that is under way."""
         task, self._asking = self._asking, None
         if task is not None:
             task.cancel()
@@ -143,7 +143,7 @@ class ChainCredentials:
         return needed is None or not needed(self.last_s)
 
     def _ask(self, known: Any) -> None:
-        """Begin a look.
+        """Begin a search.
 
         Args:
             known: The SDK's object, which renews its credentials; None to walk the whole chain.
@@ -158,7 +158,7 @@ class ChainCredentials:
             return
         patience_s = self._asked_s + self.patience_s - self._clock()
         answered, _ = await asyncio.wait({self._asking}, timeout=max(patience_s, 0.0))
-        if not answered:  # another look may have begun by now
+        if not answered:  # another search may have begun by now
             raise UnavailableError("the credentials are still being looked for")
 
     async def _look(self, known: Any) -> None:
@@ -168,16 +168,16 @@ class ChainCredentials:
                 self._found, self._frozen = await asking
             self._problem = None
         except TimeoutError:
-            self._found = None  # others that ask the same object would wait for its lock
+            self._found = None  # later searches of the same object would wait for its lock
             self._problem = UnavailableError("the credentials were looked for in vain: timed out")
-        except RuntimeError as exc:  # the SDK's word for renewed ones that have expired already
+        except RuntimeError as exc:  # the SDK's error if renewed credentials have expired already
             self._problem = CredentialRetrievalError(provider=self.method, error_msg=str(exc))
-        except Exception as exc:  # noqa: BLE001 - the top of a task; raised again by who waits
+        except Exception as exc:  # noqa: BLE001 - the top of a task; waiting requests raise it
             self._problem = exc
         finally:
             self._asking = None
 
     def _ask_chain(self, known: Any) -> tuple[Any, Any]:
-        """The SDK's object and its credentials of this moment, which it renews; in a thread."""
+        """Return the SDK's object and its credentials, renewed if need be; in a thread."""
         found = self._find() if known is None else known
         return found, found.get_frozen_credentials()

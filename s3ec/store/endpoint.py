@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One endpoint's health as one node sees it, and the store that minds it. One event loop.
+"""One endpoint's health as one node sees it, and the store that respects it. One event loop.
 
-Three things belong to an endpoint: a breaker, the places for requests, and one budget for extra
-requests.
+An endpoint has a breaker, the places for requests, and one budget for extra requests.
 
-**The breaker** counts trouble in points. A run of points opens it; one answer in between starts
-over.
+**The breaker** counts failures in points. A run of points opens it; an answer resets the count.
 
-- No answer is 2 points of 6, so three in a row open it: refused, reset, timed out, an unknown name.
-  One alone opens it where it took ``silence_s`` and nobody else was answered since it was sent.
-- A refusal to serve is 1 point, so six in a row open it: 5xx, 429, expired credentials. An endpoint
-  that fails one request in ten at random opens it once in a million requests.
-- A refusal of one request (403 for one key) is an answer: all else goes on.
+- No answer (refused, reset, timed out, an unknown name) is 2 points of 6, so three in a row open
+  it. One alone opens it if it took ``silence_s`` and no request was answered since it was sent.
+- A refusal to serve (5xx, 429, expired credentials) is 1 point, so six in a row open it. An
+  endpoint that fails one request in ten at random opens it once in a million requests.
+- A refusal of one request (403 for one key) is an answer: other requests continue.
 
 **The places** are given out first come, first served. Uploads leave a quarter of them to reads, see
-``connector.uploads``, since requests of users wait for reads.
+``connector.uploads``, since users' requests wait for reads.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NO_ANSWER, _REFUSAL = 2, 1
-# The server did its part, and another writer was faster: nothing to hold against it.
+# The server works, and another writer was faster: this counts as an answer.
 _CONFLICT = 409
 
 
 class BreakerOpenError(UnavailableError):
-    """Nothing was asked: the endpoint failed lately, and the next probe is not due."""
+    """No request was sent: the endpoint failed lately, and the next probe is not due."""
 
     def __init__(self) -> None:
         super().__init__("the breaker is open")
@@ -50,15 +48,15 @@ class BreakerOpenError(UnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class BreakerOptions:
-    """When it opens, and for how long.
+    """When the breaker opens, and for how long.
 
     Attributes:
         threshold: Points in a row that open it.
         first_pause_s: From its opening to the first probe. Each probe that fails doubles it.
         max_pause_s: The longest pause.
-        probe_s: A probe keeps others out for so long at most.
-        silence_s: A request that failed after so long, while nobody was answered, opens it alone.
-            So does one that was given up.
+        probe_s: How long a probe keeps other requests out, at most.
+        silence_s: One request opens it alone if it failed, or was given up, after so long without
+            an answer to any request.
     """
 
     threshold: int = 6
@@ -70,26 +68,25 @@ class BreakerOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
-    """One request that was let through, and when."""
+    """One request that was let through, and its time."""
 
     asked_s: float
 
 
 class Breaker:
-    """Whether an endpoint is worth asking.
+    """Decides whether an endpoint is worth asking.
 
     States, and what moves between them:
 
     - closed: requests go out. Points in a row up to the threshold open it.
-    - open: nothing goes out until the pause is over. Then one request does, the probe.
-    - probing: open, with a probe under way. A failed probe doubles the pause. One that ended
-      without a result makes room for the next one, and so does one that takes longer than
-      ``probe_s``.
+    - open: no request goes out until the pause is over. Then one does, the probe.
+    - probing: open, with a probe under way. A failed probe doubles the pause. After a probe that
+      ends without a result, or takes longer than ``probe_s``, the next request is a probe.
 
-    An answer closes it, also one to a request from before it opened.
+    An answer closes it, also an answer to a request from before it opened.
 
     Attributes:
-        is_open: Whether lookups are useless. One attribute read, for scheduler hooks.
+        is_open: True if lookups are useless. One attribute read, for scheduler hooks.
     """
 
     def __init__(
@@ -102,7 +99,7 @@ class Breaker:
         self.is_open = False
         self._clock = clock
         self._answered_s = clock()
-        self._silent_since_s: float | None = None  # when the first was asked of those since then
+        self._silent_since_s: float | None = None  # when the first request after that was sent
         self._points = self._failures = 0
         self._pause_s = self._options.first_pause_s
         self._probe_at_s = 0.0
@@ -115,12 +112,12 @@ class Breaker:
 
     @property
     def is_isolated_failure(self) -> bool:
-        """Whether at most one request failed since the last answer."""
+        """True if no more than one request has failed since the last answer."""
         return self._failures <= 1
 
     @property
     def refuses(self) -> bool:
-        """Whether a request would not be let through now."""
+        """True if a request would not be let through now."""
         if not self.is_open:
             return False
         now_s, probe = self._clock(), self._probe
@@ -129,10 +126,10 @@ class Breaker:
         return is_probing or now_s < self._probe_at_s
 
     def admit(self) -> Ticket:
-        """Let a request through. Its caller reports its end.
+        """Let a request through. The caller reports how it ends.
 
         Raises:
-            BreakerOpenError: It must not go out.
+            BreakerOpenError: The request must not go out.
         """
         if self.refuses:
             raise BreakerOpenError
@@ -144,7 +141,7 @@ class Breaker:
         return ticket
 
     def succeeded(self) -> None:
-        """The endpoint answered."""
+        """Note that the endpoint answered."""
         if self.is_open:
             log.info("the store answers again; the breaker is closed")
         self._answered_s, self._silent_since_s = self._clock(), None
@@ -154,10 +151,9 @@ class Breaker:
         self._pause_s = self._options.first_pause_s
 
     def failed(self, ticket: Ticket, error: UnavailableError | AccessError) -> bool:
-        """The endpoint failed or refused; True where that opened it.
+        """Note that the endpoint failed or refused; True if that opened the breaker.
 
-        Requests other than the probe that fail while it is open went out before, and say nothing
-        new.
+        While it is open, only the probe's failure counts: other requests went out before.
         """
         is_refusal = isinstance(error, AccessError)
         status = 0 if isinstance(error, AccessError) else error.status
@@ -186,20 +182,20 @@ class Breaker:
         return not is_probe
 
     def missed(self, error: UnavailableError) -> bool:
-        """Somebody waits no longer for an answer; as ``failed`` where all are silent for long."""
+        """Note a request that was given up; as ``failed`` if all were silent for ``silence_s``."""
         since_s = self._silent_since_s
         if since_s is None or self._clock() - since_s < self._options.silence_s:
             return False
         return self.failed(self._probe or Ticket(since_s), error)
 
     def abandoned(self, ticket: Ticket) -> None:
-        """It was cancelled, or ended in a fault of ours: nothing was learnt."""
+        """Note a request that was cancelled, or ended in a fault of ours: it proves nothing."""
         if self._probe is ticket:
             self._probe = None
 
 
 class Places:
-    """So many requests at a time; who finds no free place waits, first come, first served."""
+    """A limit for requests at a time; without a free place a request waits, in order of arrival."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -207,10 +203,10 @@ class Places:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> None:
-        """Wait for a place without a limit; to be given back.
+        """Wait for a place, without a time limit. The caller gives it back.
 
         Raises:
-            BreakerOpenError: By ``dismiss``, while it waited.
+            BreakerOpenError: ``dismiss`` was called during the wait.
         """
         if self.try_take():
             return
@@ -227,14 +223,14 @@ class Places:
             raise
 
     def try_take(self) -> bool:
-        """Take a place that is free, as none is while somebody waits; to be given back."""
+        """Take a free place; none is free while a request waits. The caller gives it back."""
         if self.used >= self._most:
             return False
         self.used += 1
         return True
 
     def give_back(self) -> None:
-        """Let go of a place."""
+        """Release a place, to the first waiting request if there is one."""
         self.used -= 1
         while self.used < self._most and self._waiting:
             granted = self._waiting.popleft()
@@ -243,7 +239,7 @@ class Places:
                 self.used += 1
 
     def dismiss(self) -> None:
-        """Tell everybody who waits that the breaker is open."""
+        """Fail all waiting requests, since the breaker is open."""
         while self._waiting:
             granted = self._waiting.popleft()
             if not granted.done():
@@ -251,14 +247,14 @@ class Places:
 
 
 class Budget:
-    """A token bucket: each request pays in a share, each extra request takes one out.
+    """A token bucket: each request pays in a share, each extra request takes out one token.
 
     Over any number of requests the extra ones are at most that share of them, and ``at_most`` more.
 
     Args:
         share: Extra requests per request.
-        at_most: What can be saved up.
-        at_first: What is there before the first request.
+        at_most: The most tokens that can be saved.
+        at_first: Tokens before the first request.
     """
 
     def __init__(self, share: float, *, at_most: float, at_first: float) -> None:
@@ -267,11 +263,11 @@ class Budget:
         self._tokens = at_first
 
     def pay_in(self) -> None:
-        """A request goes out."""
+        """Pay in for a request that goes out."""
         self._tokens = min(self._tokens + self._share, self._at_most)
 
     def take(self) -> bool:
-        """Whether an extra one may."""
+        """Take a token for an extra request; False if there is none."""
         if self._tokens < 1:
             return False
         self._tokens -= 1
@@ -286,7 +282,7 @@ class Endpoint:
     """Breaker, places and budget of one endpoint.
 
     Args:
-        places: Requests under way at a time.
+        places: The most requests under way at a time.
         options: Of the breaker.
         clock: Monotonic seconds, for the breaker.
     """
@@ -304,10 +300,10 @@ class Endpoint:
 
 
 class BreakerStore(Wrapper):
-    """Asks for a place and the breaker's leave before each request, and tells both how it ended.
+    """Takes a place and asks the breaker before each request, and reports to both how it ended.
 
-    Raises BreakerOpenError at once where the breaker is open. A listing takes no place: the
-    transport bounds its pages. Its first entry is an answer, later ones may be in hand already.
+    Raises BreakerOpenError at once if the breaker is open. A listing takes no place: the transport
+    limits its pages. Only its first entry counts as an answer; later ones may be read already.
     """
 
     def __init__(self, inner: Store, endpoint: Endpoint, counters: Counters) -> None:
@@ -321,7 +317,7 @@ class BreakerStore(Wrapper):
             raise BreakerOpenError
         await self._places.take()
         try:
-            # It may have opened while this one waited for a place.
+            # The breaker may have opened while this request waited for a place.
             return await self._ask(call, self._breaker.admit())
         finally:
             self._places.give_back()
@@ -346,7 +342,7 @@ class BreakerStore(Wrapper):
             self._failed(ticket, exc)
             raise
         finally:
-            self._breaker.abandoned(ticket)  # where it was left before any answer
+            self._breaker.abandoned(ticket)  # if the caller left before any answer
 
     async def _ask(self, call: Callable[[], Awaitable[T]], ticket: Ticket) -> T:
         try:
@@ -358,7 +354,7 @@ class BreakerStore(Wrapper):
             self._breaker.succeeded()
             raise
         except BaseException:
-            # Cancelled, or a fault of ours: nothing was learnt.
+            # Cancelled, or a fault of ours: it says nothing of the endpoint.
             self._breaker.abandoned(ticket)
             raise
         self._breaker.succeeded()

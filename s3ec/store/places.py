@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One corpus in several places: replicas near this node, which are read first, and home.
 
-Embeddings are immutable, named by their content and checked after each read. So a copy from
-anywhere is right or is refused, and an order of places is all that is needed.
+Embeddings are immutable, named by their content and checked after each read. So a copy from any
+place is either right or refused, and the places only need an order.
 
 - **Entries** are read from the replicas in their order and from home last. The next place is asked
   when one fails, does not have the entry, or is late. Only home's 404 is an absence.
-- **Everything else** (the index, records) is read from home, and from a replica where home does not
+- **Everything else** (the index, records) is read from home, and from a replica if home does not
   answer.
 - **Writes** go home. **Deletions** go to all places.
 """
@@ -43,19 +43,19 @@ log = logging.getLogger(__name__)
 LAG_S = 60.0
 """How long a place is not asked for an entry that it did not have."""
 BAD_S = 3600.0
-"""How long a place is not asked for an entry that came bad from it."""
+"""How long a place is not asked for an entry of which it sent a bad copy."""
 LATE_AT_FIRST_S = 0.5
-"""An answer that takes longer is late, while few times are known."""
+"""An answer that takes longer is late, as long as few response times are known."""
 _MOST_NAMES = 100_000
-# Rarer than a second request to one place: this one may cross a region.
+# Rarer than a second request to the same place: this one may cross regions.
 _SAMPLES, _FEWEST, _LATE, _TIMES = 128, 32, 0.95, 2.0
 _served: ContextVar[set[Place] | None] = ContextVar("served", default=None)
 tell_of_home: ContextVar[Callable[[], None]] = ContextVar("tell_of_home", default=lambda: None)
-"""Called where a read of an entry goes on from the replicas to home; must not wait."""
+"""Called when a read of an entry moves on from the replicas to home; must not wait."""
 
 
 class Health(Protocol):
-    """Whether reads are worth a try; as of a Breaker."""
+    """Whether reads are worth a try; a Breaker is one."""
 
     @property
     def is_open(self) -> bool:
@@ -64,23 +64,23 @@ class Health(Protocol):
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next probe; 0 where one is closed."""
+        """Seconds until the next probe; 0 if a breaker is closed."""
         ...
 
 
 class Place:
     """A replica, and what this process knows of it. For one event loop.
 
-    Counters: ``place.NAME.hits``, ``.lag`` (it did not have what home may have), ``.failed``,
-    ``.bad`` (its copy was refused), ``.late`` (the next place was asked as well) and ``.skipped``
-    (its breaker is open); ``place_bytes.NAME``.
+    Counters: ``place.NAME.hits``, ``.lag`` (an entry that home may have was missing there),
+    ``.failed``, ``.bad`` (its copy was refused), ``.late`` (the next place was asked as well) and
+    ``.skipped`` (its breaker is open); ``place_bytes.NAME``.
 
     Attributes:
-        answers: How many it has given, of any kind.
-        name: For people and counters: of its bucket or server, and no dot in it.
+        answers: How many answers it has given, of any kind.
+        name: In messages and counters: the name of its bucket or server, without a dot.
         store: With breaker and retries.
         endpoint: Its health.
-        fill: Whether what it lacks is copied there.
+        fill: True if missing entries are copied there.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Place:
         self._counters.add(f"place.{self.name}.{what}")
 
     def is_worth_asking(self, name: str) -> bool:
-        """False while its breaker is open, and for what it did not have or had bad lately."""
+        """False while its breaker is open, and for an entry that was missing or bad lately."""
         if name in self._lag or name in self._bad:
             return False
         if self.endpoint.breaker.refuses:
@@ -118,30 +118,30 @@ class Place:
         return True
 
     def lacks(self, name: str) -> bool:
-        """Whether it was asked for this entry lately and did not give it."""
+        """True if it was asked for this entry lately and did not return it."""
         return name in self._lag
 
     def lag(self, name: str) -> None:
-        """It does not have an entry."""
+        """Note that the place does not have an entry."""
         self.answers += 1
         self._lag[name] = True
         self.count("lag")
 
     def has(self, name: str) -> None:
-        """It has an entry again."""
+        """Note that the place has an entry now."""
         self._lag.pop(name, None)
 
     def blame(self, name: str, exc: CorruptEntryError) -> None:
-        """Its copy of an entry came cut, does not fit, or is bad: a miss of this place alone."""
-        # What was cut on its way may be whole, and what does not fit, fit the next request: a
-        # client may have made up the rows of this one.
+        """Note a copy that came cut, does not fit, or is bad: a miss of this place alone."""
+        # A copy that was cut on its way may be whole, and one that does not fit may fit the next
+        # request: a client may have made up the rows of this one.
         if isinstance(exc, CutBodyError) or exc.reason == "size":
             self.lag(name)
         else:
             self.refuse(name)
 
     def refuse(self, name: str) -> None:
-        """Its copy of an entry is bad."""
+        """Note that the place's copy of an entry is bad."""
         self.answers += 1
         self._bad[name] = True
         self.count("bad")
@@ -154,9 +154,9 @@ class Place:
             )
 
     def late_s(self) -> float:
-        """An answer that takes longer is late: twice as long as nineteen in twenty take.
+        """Seconds after which an answer is late: twice as long as nineteen in twenty take.
 
-        A probe of its breaker is late at once, since no request shall wait for it.
+        A probe of the breaker is late at once, since no request may wait for it.
         """
         if self.endpoint.breaker.is_open:
             return 0.0
@@ -164,15 +164,19 @@ class Place:
         return LATE_AT_FIRST_S if found is None else _TIMES * found
 
     def delivered(self, nbytes: int, seconds: float) -> None:
-        """It gave so many bytes in so many seconds."""
+        """Note that the place returned an entry."""
         self.answers += 1
         self._times.add(seconds)
         self.count("hits")
         self._counters.add(f"place_bytes.{self.name}", nbytes)
 
     def lost(self, name: str, *, is_silent: bool) -> None:
-        """Another place was faster; silent: this one has answered nobody since it was asked."""
-        if self.fill:  # nobody knows whether it has this one; a copy that is offered finds out
+        """Note that another place was faster.
+
+        Args:
+            is_silent: True if this one has answered no request since it was asked.
+        """
+        if self.fill:  # it may or may not have this entry; a copy that is offered finds out
             self._lag[name] = True
         if not is_silent:
             return
@@ -184,7 +188,7 @@ class Place:
 
 @contextlib.contextmanager
 def served_by() -> Iterator[set[Place]]:
-    """Collects the replicas that served the reads inside the block; empty where all were home's."""
+    """Collect the replicas that served the reads inside the block; empty if home served all."""
     places: set[Place] = set()
     token = _served.set(places)
     try:
@@ -204,12 +208,12 @@ async def past_bad_copies(
     read: Callable[[set[Place]], Awaitable[T]],
     told: Callable[[CorruptEntryError], None] = lambda _: None,
 ) -> T:
-    """Read and check an entry, again without each replica whose copy is bad.
+    """Read and check an entry, and read it again without each replica whose copy is bad.
 
     Args:
-        read: Gets the replicas that serve it, as they do. Raises CorruptEntryError for bad bytes;
-            called again then, if a replica gave them.
-        told: Told of each bad copy of a replica.
+        read: Gets the set of replicas, which fills as they serve the read. Raises CorruptEntryError
+            for bad bytes; it is called again then, if a replica sent them.
+        told: Called with the error of each bad copy of a replica.
 
     Raises:
         CorruptEntryError: The bytes were home's.
@@ -227,7 +231,7 @@ async def past_bad_copies(
 
 
 class AllPlaces:
-    """The health of several places: closed where one is."""
+    """The health of several places: closed if one of them is."""
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         self._breakers = [endpoint.breaker for endpoint in endpoints]
@@ -239,7 +243,7 @@ class AllPlaces:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next probe of any."""
+        """Seconds until the next probe of any place."""
         return min(breaker.pause_s for breaker in self._breakers)
 
 
@@ -249,8 +253,8 @@ class _Asked:
 
     Attributes:
         place: None for home.
-        answers: Of the place, when this was asked or last found late.
-        is_probe: The place's breaker was open: an answer closes it, however late.
+        answers: The place's count of answers when this was sent or last found late.
+        is_probe: True if the place's breaker was open: an answer closes it, however late.
     """
 
     place: Place | None
@@ -260,14 +264,14 @@ class _Asked:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the place has answered nobody since."""
+        """True if the place has answered no request since."""
         return self.place is not None and self.place.answers == self.answers
 
 
 class DeletesEverywhere(Wrapper):
     """A Store over home whose deletions go to the replicas as well.
 
-    Only home's answer counts. Where a replica does not delete, that is said once, and counted.
+    Only home's result counts. If a replica does not delete, that is logged once, and counted.
 
     Args:
         home: With retries.
@@ -321,7 +325,7 @@ class PlacesStore(DeletesEverywhere):
     Args:
         home: With breaker and retries.
         replicas: In the order in which they are asked.
-        is_entry: Whether a name is an entry's, and not the index's or a record's.
+        is_entry: True for the name of an entry, and not for that of the index or a record.
     """
 
     def __init__(
@@ -364,7 +368,7 @@ class PlacesStore(DeletesEverywhere):
         return (place for place in self.replicas if not place.endpoint.breaker.refuses)
 
     async def head(self, name: str) -> ObjectInfo | None:
-        if self._is_entry(name):  # asked before a write, where home's word alone counts
+        if self._is_entry(name):  # asked before a write, where only home counts
             return await super().head(name)
         return await self._home_first(lambda store: store.head(name))
 
@@ -377,7 +381,7 @@ class PlacesStore(DeletesEverywhere):
                 begun = True
                 yield info
         except UnavailableError:
-            # Who lists entries is to know what home holds; and half a listing is none.
+            # A listing of entries must show what home holds; and half a listing is useless.
             elsewhere = None if begun else await self._list_near(prefix, start_after)
             if elsewhere is None:
                 raise
@@ -392,7 +396,7 @@ class PlacesStore(DeletesEverywhere):
             return None
         for place in self._answering():
             with contextlib.suppress(S3ECError):
-                listed = place.store.list(prefix)  # some refuse a place to start
+                listed = place.store.list(prefix)  # some servers refuse `start-after`
                 found = [info async for info in listed if info.name > start_after]
                 _note_served(place)
                 return found
@@ -430,8 +434,8 @@ class PlacesStore(DeletesEverywhere):
                     under_way, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 if not done and place is not None:
-                    # Late: the next place is asked as well, where that is affordable. Of a place
-                    # that answers nobody it is: its breaker opens soon.
+                    # Late: the next place is asked as well, if the budget allows it. If this place
+                    # answers no request at all, it always is: its breaker opens soon.
                     if newest.is_silent or place.endpoint.budget.take():
                         place.count("late")
                         newest = ask_next()
@@ -457,14 +461,14 @@ class PlacesStore(DeletesEverywhere):
             raise error
         finally:
             for task, asked in list(under_way.items()):
-                # Or a place that is slower than the next would not come back.
+                # The probe continues: otherwise a place slower than the next would stay out.
                 if asked.place is not None and asked.is_probe:
                     del under_way[task]
                     self._probes.add(task)
                     task.add_done_callback(partial(self._probe_ended, asked.place, name))
                 else:
                     task.cancel()
-            if under_way:  # they give back what they hold
+            if under_way:  # wait until they have released what they hold
                 await asyncio.gather(*under_way, return_exceptions=True)
 
     def _probe_ended(self, place: Place, name: str, task: asyncio.Task[Blob | None]) -> None:
@@ -495,5 +499,5 @@ class PlacesStore(DeletesEverywhere):
         if isinstance(exc, CorruptEntryError):
             place.blame(name, exc)
         elif isinstance(exc, AccessError) and not exc.is_general:
-            # S3 denies an absent key to who may not list.
+            # S3 answers 403 for an absent key if the caller may not list.
             place.lag(name)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket whose bodies travel through obstore, in Rust and outside the interpreter's lock.
 
-Only GET and PUT are obstore's; the rest is botocore's, see BotocoreStore. obstore's listing takes
-a web page for an empty bucket, ends at the first foreign name with an empty part and matches
-whole parts of names only. The SDK also holds the credentials.
+obstore makes only GET and PUT requests; botocore makes the rest, see BotocoreStore. obstore's
+listing takes a web page for an empty bucket, ends at the first foreign name with an empty part and
+matches whole parts of names only. The SDK also holds the credentials.
 
-obstore's errors are no more than types: absent, taken, denied, or "generic". What a type does not
-tell, botocore is asked: see ObstoreStore. Checked with obstore 0.12.
+obstore's errors are only types: absent, taken, denied, or "generic". If a type does not tell the
+reason, botocore makes the request too: see ObstoreStore. Checked with obstore 0.12.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ from s3ec.store.s3_errors import SDK_ERRORS, error_of
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Up to here a body is collected in one buffer of the announced length; a server that announces
-# much and sends nothing then costs this much address space, and no process is ended for lack of it.
+# Up to this size a body is collected in one buffer of the announced length. A server that announces
+# much and sends nothing then costs so much address space, which no process dies of.
 COLLECT_BYTES = 64 * 2**20
-# A body whose length may be a lie is collected in chunks of this size at most. No part that s3ec
-# asks for is as large.
+# A body whose announced length may be wrong is collected in chunks of at most this size. No part
+# that s3ec requests is as large.
 _CHUNK_BYTES = 9 * 2**20
 
 OBSTORE_ERRORS = (obs.BaseError, OSError, NotImplementedError, ValueError)
-"""What obstore raises, its panics aside."""
+"""The exceptions of obstore, except its panics."""
 
 
 def is_panic(exc: BaseException) -> bool:
-    """Whether obstore failed inside: in a coroutine, or in a plain call as a BaseException."""
+    """True if obstore failed inside: in a coroutine, or in a plain call as a BaseException."""
     return type(exc).__name__ in ("RustPanic", "PanicException")
 
 
 def http_options(settings: Settings) -> dict[str, Any]:
-    """obstore's options for the HTTP of every cloud."""
+    """obstore's HTTP options, for every cloud."""
     return {
         "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
         "pool_idle_timeout": timedelta(seconds=IDLE_S),
-        # Off, so to speak: the deadline of the slot ends a request.
+        # In effect off: the deadline of the slot ends a request.
         "timeout": timedelta(days=1),
         "user_agent": f"s3ec/{s3ec.__version__}",
     }
@@ -77,16 +77,16 @@ def http_options(settings: Settings) -> dict[str, Any]:
 async def read_result(
     result: Any, slot: RequestSlot, most: int, silence_s: float, *, is_part: bool
 ) -> Blob:
-    """The body of what obstore's get returned.
+    """Read the body of a result of obstore's get.
 
     Args:
-        most: A longer one is refused unread.
-        silence_s: After so long without a byte obstore gives up.
-        is_part: Whether a range was asked for.
+        most: A longer body is refused unread.
+        silence_s: After so long without a byte obstore times out.
+        is_part: True if a range was requested.
 
     Raises:
         CorruptEntryError: As Store.get.
-        UnavailableError: obstore gave up.
+        UnavailableError: obstore timed out.
     """
     start, stop = result.range
     expected = stop - start
@@ -94,9 +94,9 @@ async def read_result(
     begun_s = time.monotonic()
     try:
         if expected <= COLLECT_BYTES and not is_part:
-            # Collected in Rust; the view holds that memory, and nothing is copied here. Only of a
-            # whole object is `expected` what the connection goes by: a part can say one length for
-            # itself and another for the body.
+            # Collected in Rust; the view holds that memory, and nothing is copied here. Only for a
+            # whole object is `expected` the length by which the body is read: a part can announce
+            # one length for itself and another for the body.
             body: Blob = memoryview(await held(result.bytes_async()))
         else:
             body = await _read_piecewise(result, expected)
@@ -112,11 +112,11 @@ async def read_result(
 
 
 async def _read_piecewise(result: Any, expected: int) -> bytes:
-    """A body whose announced length may be a lie: little more is kept than it says."""
+    """Read a body whose announced length may be wrong: little more than that length is kept."""
     chunks: list[bytes] = []
     nbytes = 0
-    # One byte more than an honest part has: that comes as one chunk, whose size says that it is the
-    # last. Nothing is joined, and nobody has to ask whether more comes.
+    # One byte more than a correct part has: that arrives as one chunk, whose size shows that it is
+    # the last. Then nothing is joined, and no further read is needed.
     wanted = min(expected + 1, _CHUNK_BYTES)
     stream = result.stream(min_chunk_size=wanted)
     with contextlib.suppress(StopAsyncIteration):
@@ -128,15 +128,15 @@ async def _read_piecewise(result: Any, expected: int) -> bytes:
                 break
     if len(chunks) == 1:
         return bytes(chunks[0])
-    # In a thread, where joining lets go of the interpreter's lock.
+    # In a thread: joining releases the interpreter's lock.
     return await asyncio.to_thread(b"".join, chunks)
 
 
-# Where nobody can listen.
+# An address where no process can listen.
 _NOWHERE = "http://127.0.0.1:0"
 OPINION_S = 1.0
-"""What botocore was told counts for so long; one that failed is not asked again before."""
-# What obstore cannot do is left to botocore for so long.
+"""How long botocore's last result counts; botocore is not asked again sooner if it failed."""
+# How long botocore makes all requests after obstore has failed.
 _REST_S = 60.0
 _DENIED = (obs.PermissionDeniedError, obs.UnauthenticatedError)
 _DENIAL = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
@@ -145,19 +145,20 @@ _DENIAL = {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCo
 class ObstoreStore(BotocoreStore):
     """The bucket of ``settings``; names are relative to its prefix. See base.Store.
 
-    Limits, deadlines and errors are those of BotocoreStore. What obstore cannot do goes the SDK's
-    way: odd names, see _is_plain; with a warning, what _obstacle names; for a minute, all where
-    obstore fails twice at what botocore can do: replies without a length, a range not honoured, a
-    certificate that is an authority's as well.
+    Limits, deadlines and errors are those of BotocoreStore. The SDK makes requests that obstore
+    cannot make: for odd names, see _is_plain; with a warning, in the cases that _obstacle names;
+    and for a minute all requests, if obstore fails twice where botocore succeeds: responses without
+    a length, a range that is not honoured, a server certificate that is an authority's as well.
 
-    Where obstore fails and its error does not tell why, botocore makes the same request, one at a
-    time. Its answer is the request's, and tells of the others that fail within a second:
+    If obstore fails and its error does not tell why, botocore makes the same request, one at a
+    time. Its result is the request's, and decides about the others that fail within a second:
 
-    - It failed as well, or was refused for all: so did they, and botocore is not asked again. A
-      store that fails or throttles gets one request a second more, and not twice as many.
-    - It was answered: the connection was at fault, as one that was dropped while it was idle is.
-      botocore makes the others too, and a new client of obstore those that follow. Until obstore
-      gets an answer to such a request, it is doubted, and rests after another failure.
+    - botocore failed as well, or was refused for all requests: the others fail with its error, and
+      botocore is not asked again. So a store that fails or throttles gets one more request a
+      second, and not twice as many.
+    - botocore succeeded: the connection was at fault, such as one that was dropped while idle.
+      botocore makes the others too, and a new client of obstore the requests that follow. Until
+      obstore succeeds with such a request it is in doubt, and rests after another failure.
     """
 
     def __init__(self, settings: Settings, *, patient: bool = False) -> None:
@@ -165,7 +166,7 @@ class ObstoreStore(BotocoreStore):
         self._signed_by: Any = None
         self._clients: dict[str, S3Store] = {}
         self._asking = asyncio.Lock()
-        # What botocore was told last: an error that every request would get, None for an answer.
+        # botocore's last result: an error that every request would get, None for a response.
         self._told_s, self._told = float("-inf"), cast(Exception | None, None)
         self._doubts: set[str] = set()  # kinds of requests
         self._resting_until_s = 0.0
@@ -174,7 +175,7 @@ class ObstoreStore(BotocoreStore):
 
     async def close(self) -> None:
         await super().close()
-        # obstore closes a client's connections when nothing holds it any more.
+        # obstore closes a client's connections when no reference to it is left.
         self._clients.clear()
 
     async def _get_object(
@@ -189,14 +190,14 @@ class ObstoreStore(BotocoreStore):
                 if not self._bucket_is_there:
                     raise
                 return None
-            if result.meta["e_tag"] is None:  # a portal's page: no object is bad for that
+            if result.meta["e_tag"] is None:  # a portal's page, which does not make an object bad
                 raise UnavailableError(f"{slot.what}: the answer is not an S3 server's")
             return result
 
         kind = "reads" if wanted is None else "reads of ranges"
         sdk = functools.partial(super()._get_object, slot, key, most, wanted)
         result = await self._by_obstore(slot, kind, key, get, sdk)
-        if result is None or isinstance(result, (bytes, memoryview)):  # by the SDK
+        if result is None or isinstance(result, (bytes, memoryview)):  # from the SDK
             return result
         silence_s = self._settings.read_timeout_s
         return await read_result(result, slot, most, silence_s, is_part=wanted is not None)
@@ -204,14 +205,14 @@ class ObstoreStore(BotocoreStore):
     async def _put_object(
         self, slot: SdkSlot, key: str, body: Sequence[bytes | memoryview], form: Form
     ) -> None:
-        # obstore reads the pieces where they lie, but only as bytes.
+        # obstore reads the pieces in place, but only as bytes.
         pieces = [memoryview(piece).cast("B") for piece in body]
         about = {"Content-Type": content_type_of(key)}
 
         async def put(client: S3Store) -> None:
             buffers = [held(piece[:]) for piece in pieces]
             await held(
-                # The condition is a header of the client's: so 409 and 412 differ in their types.
+                # The condition is a header of the client: so 409 and 412 have different types.
                 obstore.put_async(
                     client, key, buffers, attributes=about, mode="overwrite", use_multipart=False
                 )
@@ -231,13 +232,13 @@ class ObstoreStore(BotocoreStore):
         ask_sdk: Callable[[], Awaitable[T]],
         form: Form | None = None,
     ) -> T:
-        """Have obstore make a request, and botocore where that does not do.
+        """Make a request with obstore, or with botocore where obstore cannot or fails.
 
         Args:
-            kind: Of the request, for people.
-            send: Makes it by a client of obstore.
-            ask_sdk: Makes it by botocore.
-            form: Of a write.
+            kind: The kind of the request, for messages.
+            send: Makes the request with a client of obstore.
+            ask_sdk: Makes the request with botocore.
+            form: The form of a write; None for a read.
         """
         what = slot.what
         client = await self._client_for(slot, kind, key, form)
@@ -253,7 +254,7 @@ class ObstoreStore(BotocoreStore):
         except BaseException as exc:
             if not is_panic(exc):
                 raise
-            # Its own words went to stderr.
+            # obstore has printed its own message to stderr.
             raise UnavailableError(f"{what}: obstore failed inside") from exc
         else:
             self._doubts.discard(kind)
@@ -267,7 +268,7 @@ class ObstoreStore(BotocoreStore):
         is_absent = isinstance(failure, FileNotFoundError)
         is_generic = not is_denied and not is_absent
         if is_generic and time.monotonic() - begun_s >= self._settings.read_timeout_s:
-            # Its time is over.
+            # The read timeout has passed.
             raise UnavailableError(f"{what}: timed out")
         async with self._asking:
             is_recent = time.monotonic() - self._told_s < OPINION_S
@@ -275,7 +276,7 @@ class ObstoreStore(BotocoreStore):
                 raise self._told.with_traceback(None)
             if is_recent and is_denied:
                 raise ClientError(_DENIAL, "GetObject" if form is None else "PutObject")
-            # By now it is known that there is a bucket, or the connections at fault are closed.
+            # By now the bucket is known to exist, or the faulty connections are closed.
             is_known = is_recent and (is_absent or client not in self._clients.values())
             if not (is_known or self._is_resting):
                 return await self._second_opinion(slot, kind, ask_sdk, is_generic=is_generic)
@@ -284,7 +285,7 @@ class ObstoreStore(BotocoreStore):
     async def _second_opinion(
         self, slot: SdkSlot, kind: str, ask_sdk: Callable[[], Awaitable[T]], *, is_generic: bool
     ) -> T:
-        """Have botocore make a request at which obstore failed, and note what it was told."""
+        """Make a request with botocore after obstore failed at it, and note the result."""
         try:
             result = await ask_sdk()
         except SDK_ERRORS as exc:
@@ -294,7 +295,7 @@ class ObstoreStore(BotocoreStore):
             )
             self._note(exc if is_for_all else None)
             raise
-        except CorruptEntryError:  # of which the body was read
+        except CorruptEntryError:  # the server did respond with a body
             self._note(None)
             raise
         self._note(None)
@@ -325,10 +326,10 @@ class ObstoreStore(BotocoreStore):
     async def _client_for(
         self, slot: SdkSlot, kind: str, key: str, form: Form | None
     ) -> S3Store | None:
-        """A client of obstore that signs as the SDK would now; None where the SDK does the request.
+        """Return a client of obstore with the SDK's credentials; None to use the SDK instead.
 
-        Renewed credentials get new clients, which happens about once an hour: it takes 5 to 15 ms
-        and costs the open connections; a request under way keeps its own.
+        Renewed credentials, about once an hour, get new clients: that takes 5 to 15 ms and closes
+        the open connections; a request under way keeps its own.
         """
         opened = slot.opened
         frozen = await opened.credentials.get_frozen_credentials()
@@ -340,7 +341,7 @@ class ObstoreStore(BotocoreStore):
         if frozen != self._signed_by:
             self._signed_by = frozen
             self._clients.clear()
-            self._doubts.clear()  # it may have been refused for those before
+            self._doubts.clear()  # the old credentials may have caused the failures
         await obstore_runtime.start(self._slots)
         purpose = "reads" if form is None else kind
         client = self._clients.get(purpose)
@@ -353,12 +354,12 @@ class ObstoreStore(BotocoreStore):
         return client
 
     def _obstacle(self, way: Way, frozen: Any) -> str:
-        """Why obstore may not be used, empty if it may.
+        """Return why obstore may not be used; empty if it may.
 
-        It follows redirects, and nothing turns that off. Another host or port gets no signature
-        then, but the session token. So requests to any host but the server's are sent where nobody
-        can listen (``_NOWHERE``), as if a proxy were there. That does not hold back what goes to
-        other ports and to names below the host's. Those are Amazon's as well where the host is.
+        obstore always follows redirects. Another host or port then gets no signature, but it gets
+        the session token. So requests to any host but the server's are sent to ``_NOWHERE``, where
+        no process can listen, as if a proxy were there. That does not stop requests to other ports
+        and to names below the host's. Those are Amazon's as well where the host is.
         """
         if problem := obstore_runtime.obstacle():
             return problem
@@ -376,7 +377,7 @@ class ObstoreStore(BotocoreStore):
             client_options=self._http_options(form, way),
             # Retries are a wrapper of ours.
             retry_config={"max_retries": 0},
-            # Not as configuration, which obstore's object shows to everybody.
+            # Not as configuration, which obstore's object exposes.
             credential_provider=_provider(frozen),
             **self._s3_options(form, way.address),
         )
@@ -390,19 +391,19 @@ class ObstoreStore(BotocoreStore):
             "proxy_excludes": urlsplit(way.address.url).hostname or "",
         }
         if form is None:
-            # Over a write it would be the limit for sending the body as well.
+            # For a write it would limit the time to send the body as well.
             options["read_timeout"] = timedelta(seconds=self._settings.read_timeout_s)
         elif form.condition:
             options["default_headers"] = {"If-None-Match": "*"}  # signed as others are
         if over_tls:
-            # In addition to the system's, which a slim container has none of.
+            # In addition to the system's, which a slim container does not have.
             options["root_certificate"] = certificates(way.roots)
         return options
 
     def _s3_options(self, form: Form | None, address: Address) -> Any:
-        """obstore's own settings, also at their defaults: it reads AWS_ variables for the others.
+        """obstore's own settings, defaults included: it reads unset ones from AWS_ variables.
 
-        Two of those cannot be undone here, AWS_SERVER_SIDE_ENCRYPTION with its kin and
+        Two of those cannot be overridden here, AWS_SERVER_SIDE_ENCRYPTION with its relatives and
         AWS_CHECKSUM_ALGORITHM; both only add a header to a write.
         """
         over_tls = address.url.startswith("https:")
@@ -432,12 +433,12 @@ class ObstoreStore(BotocoreStore):
 
 
 def _is_plain(key: str) -> bool:
-    """Whether obstore takes a name as it is; it refuses some, and makes "a" of "a/"."""
+    """True if obstore takes a name as it is; it refuses some, and makes "a" of "a/"."""
     return key.isprintable() and not any(part in ("", ".", "..") for part in key.split("/"))
 
 
 def _provider(frozen: Any) -> Any:
-    """What obstore calls for credentials; once, as these do not expire in its eyes."""
+    """Make obstore's credential provider; called once, since it reports no expiry."""
 
     def credentials() -> dict[str, Any]:
         return {

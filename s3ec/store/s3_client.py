@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SDK's client: how it is made from the settings, and how its requests travel.
 
-botocore calls a blocking transport, which ends by itself only after a silence, and reads an error
-or a page of a listing to its end, however far that is. Here a request can be broken off from
-another thread, by shutting its socket down, and such answers have a bound. Certificates are
-checked by botocore's own transport below. Redirects are not followed. Proxy and authorities are
-those of network.py. Read with botocore 1.40 and 1.44, urllib3 2.8.
+botocore calls a blocking transport, which times out only after a silence, and reads an error or a
+page of a listing to its end, however long it is. Here another thread can abort a request by
+shutting its socket down, and such responses have a size limit. botocore's own transport checks
+certificates below. Redirects are not followed. network.py supplies the proxy and the
+authorities. Checked with botocore 1.40 and 1.44, urllib3 2.8.
 """
 
 from __future__ import annotations
@@ -59,36 +59,36 @@ from s3ec.store.network import Proxy, check_roots, proxy_for, roots_for
 T = TypeVar("T")
 
 IDLE_S = 20.0
-"""What was idle for longer is closed and not used again: firewalls and load balancers forget a
-connection after a minute or more without a word, and answer the next request with a reset."""
+"""A connection that was idle for longer is closed, not reused: firewalls and load balancers drop
+an idle connection after a minute or more, and answer its next request with a reset."""
 
 ANSWER_BYTES = 8 * 2**20
-"""Longest error or page of a listing: 1000 names of 1 KiB, each byte of which may take five."""
+"""Longest error or page of a listing: 1000 names of 1 KiB, where a byte may be escaped as five."""
 
-# urllib3 needs it for each connection. A child that is forked while a thread of its parent imports
-# it would never find it.
+# urllib3 needs this codec for each connection. A child that is forked while a thread of its parent
+# imports the codec would never find it.
 codecs.lookup("idna")
 
-# What is read at a time of an answer that is not an object.
+# Bytes that are read at a time from a response that is not an object.
 _PIECE_BYTES = 256 * 1024
 _BODILESS = frozenset({204, 304})
 
 
 class Exchange:
-    """One operation's request and answer, made by one thread at a time, ended by any.
+    """One operation's request and response, run by one thread at a time, aborted by any thread.
 
     States:
 
     - idle: no thread works for it.
-    - running: a thread is in ``run``, with the connection that ``uses`` and ``is_done_with`` tell.
-    - aborted, for good: a thread that is running gets an error from its socket, and a later ``run``
-      fails at once. The connection is closed when no thread is running.
+    - running: a thread is in ``run``, on the connection that ``uses`` and ``is_done_with`` report.
+    - aborted, for good: a running thread gets an error from its socket, and a later ``run`` fails
+      at once. The connection is closed when no thread is running.
 
     Attributes:
-        credentials: What signs the request, the SDK's tuple.
-        is_aborted: Whether nobody waits for it any more.
-        is_reused: Whether its connection had served another request before.
-        wants_fresh: Whether it takes no connection that has.
+        credentials: The SDK's tuple that signs the request.
+        is_aborted: True if no caller waits for it any more.
+        is_reused: True if its connection served another request before.
+        wants_fresh: True if it must not take a connection that served another request.
     """
 
     def __init__(self) -> None:
@@ -100,10 +100,10 @@ class Exchange:
         self._socket: socket.socket | None = None
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call it as the exchange of this thread: what it sends can be aborted.
+        """Call ``function`` as this thread's exchange, so that its requests can be aborted.
 
         Raises:
-            ConnectionClosedError: The SDK's; it was aborted before it began.
+            ConnectionClosedError: The SDK's; the exchange was aborted before.
         """
         with self._lock:
             if self.is_aborted:
@@ -119,12 +119,12 @@ class Exchange:
                 self._close_aborted()
 
     def abort(self) -> None:
-        """Have the thread's next wait for the server end at once, in an error."""
+        """Make the thread's current or next wait for the server fail at once."""
         with self._lock:
             self.is_aborted = True
             if self._socket is not None:
                 with contextlib.suppress(OSError):  # it is closed already
-                    # Not SSLSocket's own, which also takes the TLS away from who reads.
+                    # Not SSLSocket's own, which also removes the TLS layer under a reading thread.
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             self._close_aborted()
 
@@ -135,21 +135,21 @@ class Exchange:
             self._connection = self._socket = None
 
     def uses(self, connection: Any) -> None:
-        """A connection works for this exchange from now on."""
+        """Note the connection that works for this exchange from now on."""
         with self._lock:
             self._connection, self._socket = connection, connection.sock
         if self.is_aborted:
             self.abort()
 
     def is_done_with(self, connection: Any) -> None:
-        """It is free for others, and must not be shut down for this one."""
+        """Release the connection for others: an abort of this exchange must not shut it down."""
         with self._lock:
             if self._connection is connection:
                 self._connection = self._socket = None
 
 
 class _OfThread(threading.local):
-    """The exchange that a thread works for; where it has none, one that nobody ends."""
+    """The exchange that a thread works for; by default one that is never aborted."""
 
     def __init__(self) -> None:
         self.exchange = Exchange()
@@ -159,7 +159,7 @@ _of_thread = _OfThread()
 
 
 class ThreadCredentials:
-    """What the SDK's client signs with: the credentials of its thread's exchange."""
+    """The credentials of the thread's exchange, with which the SDK's client signs."""
 
     method = "s3ec"
 
@@ -167,16 +167,16 @@ class ThreadCredentials:
         return _of_thread.exchange.credentials
 
     def get_deferred_property(self, name: str) -> Callable[[], None]:
-        """For endpoints that are made of an account's id; S3 has none."""
+        """Return no account id: some endpoints contain one, those of S3 do not."""
         return lambda: None
 
 
 class _Connection:
-    """The part that both kinds of connection have in common."""
+    """The code that both kinds of connection share."""
 
     sock: Any
     exchange: Exchange | None = None
-    idle_since_s: float | None = None  # None while it has served nobody
+    idle_since_s: float | None = None  # None until it has served a request
 
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]
@@ -189,8 +189,8 @@ class _Connection:
         super().request(*args, **kwargs)  # type: ignore[misc]
 
     def _begin(self) -> None:
-        # For sending; the answer is waited for with the limit for silence again. A body goes out
-        # as long as its deadline lets it, which then shuts the socket down.
+        # For sending only: reading the response has the read timeout again. The request's deadline
+        # limits the sending of a body; it shuts the socket down.
         self.sock.settimeout(None)
         self.exchange = _of_thread.exchange
         self.exchange.is_reused = self.idle_since_s is not None
@@ -206,10 +206,10 @@ class _HttpsConnection(_Connection, AWSHTTPSConnection):  # type: ignore[misc]
 
 
 class _Pool:
-    """The part that both kinds of pool have in common."""
+    """The code that both kinds of pool share."""
 
     def urlopen(self, *args: Any, **kwargs: Any) -> Any:
-        # urllib3 would fail at a 303 in botocore's headers, before it looks at `retries`.
+        # urllib3 would fail at a 303 in botocore's headers, before it checks `retries`.
         return super().urlopen(*args, **{**kwargs, "redirect": False})  # type: ignore[misc]
 
     def _get_conn(self, timeout: float | None = None) -> Any:
@@ -217,7 +217,7 @@ class _Pool:
         if conn.idle_since_s is not None and (
             time.monotonic() - conn.idle_since_s > IDLE_S or _of_thread.exchange.wants_fresh
         ):
-            conn.close()  # and opened anew for the request
+            conn.close()  # the request opens it again
         return conn
 
     def _put_conn(self, conn: Any) -> None:
@@ -238,7 +238,7 @@ class _HttpsPool(_Pool, AWSHTTPSConnectionPool):  # type: ignore[misc]
 
 
 class BoundedSession(URLLib3Session):  # type: ignore[misc]
-    """botocore's transport, with an end to every request and every answer."""
+    """botocore's transport, with a limit for every request and every response."""
 
     def __init__(self, way: Way, settings: Settings) -> None:
         super().__init__(
@@ -247,19 +247,19 @@ class BoundedSession(URLLib3Session):  # type: ignore[misc]
             timeout=(settings.connect_timeout_s, settings.read_timeout_s),
             max_pool_connections=settings.max_concurrency,
         )
-        # Its managers hold this very mapping.
+        # Its managers hold this same mapping.
         self._pool_classes_by_scheme.update(http=_HttpPool, https=_HttpsPool)
 
     def _get_ssl_context(self) -> ssl.SSLContext:
         context: ssl.SSLContext = super()._get_ssl_context()
-        context.set_default_verify_paths()  # the system's too, which obstore trusts in any case
+        context.set_default_verify_paths()  # the system's too, which obstore always trusts
         return context
 
     def send(self, request: Any, **_: Any) -> AWSResponse:
         """Send a request that botocore has prepared; a handler of its event ``before-send``.
 
         Raises:
-            HTTPClientError: The SDK's: no answer, or one that is too long.
+            HTTPClientError: The SDK's: no response, or one that is too long.
         """
         is_object = request.stream_output
         request.stream_output = True  # or botocore would read all of it
@@ -271,12 +271,12 @@ class BoundedSession(URLLib3Session):  # type: ignore[misc]
         if is_object and response.status_code < 300:
             return response
         has_body = request.method != "HEAD" and response.status_code not in _BODILESS
-        # As botocore does where it reads the answer.
+        # As botocore does where it reads the response itself.
         response._content = _read_answer(response.raw, announced if has_body else None)
         return response
 
     def _send(self, request: Any) -> AWSResponse:
-        """Send it, once more where it met a connection that had been dropped while it was idle."""
+        """Send a request; send it again if its reused connection had been dropped while idle."""
         try:
             return super().send(request)
         except (ConnectionClosedError, SSLError):
@@ -292,15 +292,15 @@ class BoundedSession(URLLib3Session):  # type: ignore[misc]
 
 
 def read_piece(stream: StreamingBody, nbytes: int | None = None) -> bytes:
-    """What comes next of a body, all of it without ``nbytes``.
+    """Read the next ``nbytes`` of a body; without ``nbytes``, all the rest.
 
     Raises:
-        IncompleteReadError, ResponseStreamingError: The SDK's; it ended early.
+        IncompleteReadError, ResponseStreamingError: The SDK's; the body ended early.
         HTTPClientError: The SDK's, for any other fault.
     """
     try:
         piece: bytes = stream.read(nbytes)
-    except HTTPError as exc:  # those that botocore knows are its own errors by now
+    except HTTPError as exc:  # botocore has already mapped those that it knows
         raise HTTPClientError(error=exc) from exc
     return piece
 
@@ -317,10 +317,10 @@ def _read_answer(raw: Any, announced: str | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the SDK sends requests about the objects of one bucket, and what it signs them for.
+    """Where the SDK sends requests for the objects of one bucket, and the scope of the signature.
 
     Attributes:
-        url: Up to the slash before an object's key; the bucket stands in the host or in the path.
+        url: Up to the slash before an object's key; the bucket is in the host or in the path.
         service: ``s3`` for all but a few kinds of bucket.
     """
 
@@ -330,18 +330,18 @@ class Address:
 
     @property
     def is_amazons(self) -> bool:
-        """Whether nobody but Amazon answers there: TLS proves it."""
+        """True if only Amazon can answer there, which TLS proves."""
         return self.url.startswith("https:") and is_amazons(self.url)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the requests of a store reach their server; decided once, for each client.
+    """How the requests of a store reach their server; decided once per client.
 
     Attributes:
         address: The bucket's.
-        proxy: What they pass on their way; None for nothing.
-        roots: PEM file of the authorities to trust beside the system's.
+        proxy: The proxy that requests pass; None for none.
+        roots: PEM file of the authorities to trust in addition to the system's.
     """
 
     address: Address
@@ -350,18 +350,18 @@ class Way:
 
     @property
     def proxies(self) -> dict[str, str]:
-        """The proxy as botocore takes it."""
+        """The proxy, as botocore's argument."""
         return {urlsplit(self.address.url).scheme: self.proxy.url} if self.proxy else {}
 
     @property
     def by(self) -> str:
-        """For messages, behind what was asked."""
+        """The proxy for messages, to follow the request's name; empty without one."""
         return f" through the proxy {self.proxy}" if self.proxy else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The SDK's client, what signs for it, its way, and what it sends with where that is ours."""
+    """The SDK's client, its credentials, its way, and its transport where that is ours."""
 
     client: Any
     credentials: ChainCredentials
@@ -370,7 +370,7 @@ class Opened:
 
 
 def check_settings(settings: Settings) -> None:
-    """Find at start-up what the SDK would find at the first request.
+    """Report at start-up the faults that the SDK would report at the first request.
 
     Raises:
         ConfigError: No such profile, not a region's name, not a file of certificates, plain http
@@ -407,7 +407,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def _endpoint_url(settings: Settings, profile: Mapping[str, Any]) -> str:
-    """The server that settings, environment or profile name, empty where none does."""
+    """The server's URL from settings, environment or profile; empty if none names one."""
     if settings.endpoint_url is not None:
         return settings.endpoint_url
     named = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
@@ -422,8 +422,8 @@ def _not_encrypted(settings: Settings) -> str:
 def quiet_sdk_logs() -> None:
     """Keep the SDK's debug lines out of a log whose root level is DEBUG.
 
-    They hold request headers, session tokens among them. A level that somebody set for these
-    loggers on purpose stays.
+    These lines hold request headers, session tokens among them. A level that was set for these
+    loggers explicitly stays.
     """
     for name in ("aioboto3", "aiobotocore", "boto3", "botocore"):
         logger = logging.getLogger(name)
@@ -432,15 +432,15 @@ def quiet_sdk_logs() -> None:
 
 
 def open_client(settings: Settings, *, patient: bool = False) -> Opened:
-    """Make botocore's S3 client; no request goes out. Threads use it within an Exchange.
+    """Make botocore's S3 client; no request is sent. Threads use it within an Exchange.
 
-    Takes about 0.1 s of CPU the first time: the SDK's service model.
+    The first call takes about 0.1 s of CPU, to load the SDK's service model.
 
     Args:
         patient: As in ``chain_credentials``.
 
     Raises:
-        AccessError: Plain http to another machine that nobody has allowed.
+        AccessError: Plain http to another machine, which the settings do not allow.
     """
     core = new_session(settings)
     core._credentials = ThreadCredentials()  # as set_credentials does
@@ -452,7 +452,7 @@ def open_client(settings: Settings, *, patient: bool = False) -> Opened:
 
 
 def _new_client(core: Any, settings: Settings) -> Any:
-    # Not by way of boto3, which would import its transfer manager.
+    # Not through boto3, which would import its transfer manager.
     config = Config(**config_for(settings, core))
     client = core.create_client("s3", config=config, **client_options(settings))
     check_and_adapt(client, settings)
@@ -460,12 +460,12 @@ def _new_client(core: Any, settings: Settings) -> Any:
 
 
 def check_and_adapt(client: Any, settings: Settings) -> None:
-    """Have an SDK's S3 client do less than it would.
+    """Check the server of an SDK's S3 client, and adapt the requests that it sends.
 
     Raises:
-        AccessError: Plain http to another machine that nobody has allowed.
+        AccessError: Plain http to another machine, which the settings do not allow.
     """
-    # Once more, where a section of services in the profile names the server.
+    # Checked again, for a profile whose services section names the server.
     if not settings.allow_http and is_plain_http_elsewhere(client.meta.endpoint_url):
         raise AccessError(_not_encrypted(settings), code="PlainHttp")
     client.meta.events.register_last("before-call.s3", _drop_expect)
@@ -476,7 +476,7 @@ def check_and_adapt(client: Any, settings: Settings) -> None:
 
 
 def way_to(settings: Settings) -> Way:
-    """The way of the requests of a store, for a client of one's own.
+    """The way of a store's requests, for callers with a client of their own.
 
     Raises:
         AccessError, ConfigError: As ``open_client`` and ``proxy_for``.
@@ -488,17 +488,17 @@ def way_to(settings: Settings) -> Way:
 
 
 def _way_of(client: Any, settings: Settings, core: Any) -> Way:
-    """Where the SDK would send requests, and by the environment's word how."""
+    """Where the SDK would send requests, and by which proxy and authorities."""
     address = address_of(client, settings.bucket)
     return Way(address, proxy_for(address.url), roots_for(settings, core))
 
 
 def chain_credentials(settings: Settings, *, patient: bool) -> ChainCredentials:
-    """What signs for each SDK; nothing is looked for yet.
+    """The credentials that sign for each SDK; none are searched for yet.
 
     Args:
-        patient: Whether a request waits for as long as a look for credentials takes. In an engine
-            it does not.
+        patient: True if a request waits until a search for credentials ends. In an engine it does
+            not.
     """
     found = ChainCredentials(functools.partial(find_credentials, settings))
     if patient:
@@ -509,13 +509,13 @@ def chain_credentials(settings: Settings, *, patient: bool) -> ChainCredentials:
 def find_credentials(settings: Settings) -> Any:
     """Walk the SDK's chain from its beginning.
 
-    May ask services and commands, so it takes its time.
+    May ask services and commands, so it can take seconds.
 
     Raises:
         NoCredentialsError: The SDK's; there are none.
     """
     core = new_session(settings)
-    # Services of credentials are clients of this session; botocore gives each a minute, five times.
+    # Credential services are clients of this session; botocore gives each five times a minute.
     core.set_default_client_config(Config(**timeouts(settings), retries={"total_max_attempts": 2}))
     source = core.get_credentials()
     if source is None:
@@ -524,10 +524,10 @@ def find_credentials(settings: Settings) -> Any:
 
 
 def address_of(client: Any, bucket: str) -> Address:
-    """Ask the SDK where it would send a request; none goes out.
+    """Ask the SDK where it would send a request; none is sent.
 
-    That is the only place that knows partitions, dual-stack, FIPS, access points and the
-    endpoints of environment and profile.
+    Only the SDK knows partitions, dual-stack, FIPS, access points and the endpoints of
+    environment and profile.
     """
     found: list[Address] = []
 
@@ -548,17 +548,17 @@ def address_of(client: Any, bucket: str) -> Address:
 
 @functools.cache
 def _loader() -> Any:
-    """The SDK's reader of its service models: parsed once for all sessions of this process."""
+    """The SDK's loader of service models: they are parsed once for all sessions of this process."""
     return get_session().get_component("data_loader")
 
 
 def new_session(settings: Settings) -> Session:
-    """A session of botocore, as the settings want it."""
+    """Make a session of botocore, configured by the settings."""
     return configured(get_session(), settings)
 
 
 def configured(core: Any, settings: Settings) -> Any:
-    """The session of either SDK, as the settings want it."""
+    """Configure a session of either SDK by the settings, and return it."""
     core.register_component("data_loader", _loader())
     core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=parse_time)
     if settings.profile is not None:
@@ -567,20 +567,20 @@ def configured(core: Any, settings: Settings) -> Any:
 
 
 def parse_time(value: Any) -> datetime:
-    """A time as the SDK reads it; one of a listing a hundred times as fast.
+    """Parse a time with the SDK's result; a time of a listing a hundred times as fast.
 
-    The SDK tries all formats that people write. That takes most of the time of a listing.
+    The SDK tries every common format, which takes most of the time of a listing.
     """
     try:
         moment = datetime.fromisoformat(value)
     except (TypeError, ValueError):
         moment = None
-    # Without a time zone it may be a number of seconds as well.
+    # Without a time zone it may also be a number of seconds.
     return moment if moment and moment.tzinfo else parse_timestamp(value)
 
 
 def client_options(settings: Settings) -> dict[str, Any]:
-    """What an S3 client is made with, beside its configuration."""
+    """The arguments of an S3 client in addition to its configuration."""
     return {"endpoint_url": settings.endpoint_url, "region_name": settings.region}
 
 
@@ -594,9 +594,9 @@ def config_for(settings: Settings, core: Any) -> dict[str, Any]:
     return {
         **timeouts(settings),
         "max_pool_connections": settings.max_concurrency,
-        # One attempt in all, whatever AWS_MAX_ATTEMPTS says: retries are a wrapper of ours.
+        # One attempt in all, whatever AWS_MAX_ATTEMPTS says: our wrapper retries.
         "retries": {"total_max_attempts": 1, "mode": "standard"},
-        # Checksums are ours on both ways, see BotocoreStore.
+        # We compute the checksums in both directions, see BotocoreStore.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "user_agent_extra": f"s3ec/{s3ec.__version__}",
@@ -605,10 +605,10 @@ def config_for(settings: Settings, core: Any) -> dict[str, Any]:
 
 
 def encryption(settings: Settings, sse: str | None = None) -> dict[str, str]:
-    """The SDK's arguments of a write that ask for encryption.
+    """The SDK's arguments of a write that request encryption.
 
     Args:
-        sse: The kind; None for that of the settings, ``none`` for none.
+        sse: The kind; None for that of the settings, ``none`` for no encryption.
     """
     sse = sse or settings.sse
     asked = {} if sse == "none" else {"ServerSideEncryption": sse}
@@ -618,7 +618,7 @@ def encryption(settings: Settings, sse: str | None = None) -> dict[str, str]:
 
 
 def timeouts(settings: Settings) -> dict[str, float]:
-    """What each client's configuration says of time: the services of credentials have it too."""
+    """The timeouts of each client's configuration, those of credential services included."""
     return {
         "connect_timeout": settings.connect_timeout_s,
         "read_timeout": settings.read_timeout_s,
@@ -626,24 +626,24 @@ def timeouts(settings: Settings) -> dict[str, float]:
 
 
 def addressing_style(settings: Settings) -> str:
-    """The SDK's word for where the bucket's name stands."""
+    """The SDK's name for the place of the bucket's name in a URL."""
     if settings.path_style is None:
         return "auto"
     return "path" if settings.path_style else "virtual"
 
 
 def _drop_expect(params: dict[str, Any], **_: Any) -> None:
-    """Send bodies at once: botocore waits a second for "100 Continue", aiohttp without a limit."""
+    """Send bodies at once: botocore waits a second for "100 Continue", aiohttp without limit."""
     params["headers"].pop("Expect", None)
 
 
 def _pay(params: dict[str, Any], **_: Any) -> None:
-    """Take the cost of a request of a bucket whose owner does not; the header is signed."""
+    """Accept the cost of a request to a requester-pays bucket; the header is signed."""
     params["headers"]["x-amz-request-payer"] = "requester"
 
 
 def _send_md5(params: dict[str, Any], **_: Any) -> None:
-    """Guard a batch of deletions as servers have always wanted it; botocore sends a CRC-32 instead.
+    """Send the MD5 that servers have always required of a batch delete; botocore sends a CRC-32.
 
     Directory buckets take no MD5.
     """
@@ -656,7 +656,7 @@ def _send_md5(params: dict[str, Any], **_: Any) -> None:
 def _stay_in_region(context: dict[str, Any], **_: Any) -> None:
     """Mark the request as redirected already.
 
-    botocore would otherwise find the bucket's region and ask there: two more requests for each
-    of the first ones, and a silent trip to another region for the rest.
+    Otherwise botocore would find the bucket's region and send the request there: two more
+    requests for each of the first ones, and silent traffic to another region for the rest.
     """
     context.setdefault("s3_redirect", {})["redirected"] = True

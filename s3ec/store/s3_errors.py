@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table from what botocore and aiobotocore raise to the errors of s3ec.
+"""The one table from the errors of botocore and aiobotocore to those of s3ec.
 
-Mapped on the HTTP status first, because HEAD replies carry no error code and servers spell
-codes differently. What obstore raises is no more than a type; where that does not do, botocore
-makes the same request, see s3.py. Checked against botocore 1.40 and 1.44, and aiobotocore 2.25.
+The HTTP status is mapped first, because HEAD replies carry no error code and servers spell codes
+differently. obstore's errors are only types; where a type is not enough, botocore makes the same
+request, see s3.py. Checked against botocore 1.40 and 1.44, and aiobotocore 2.25.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from urllib3.util.ssl_match_hostname import CertificateError
 
 from s3ec.errors import AccessError, ConflictError, S3ECError, UnavailableError, causes_of
 
-# A server's figure is an input like any other.
+# A server's number is an input like any other.
 _LONGEST_S = 86400.0
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds for which a server asks to be left alone, 0 to a day; None where it does not.
+    """Seconds that a server asks its clients to wait, 0 to a day; None if it does not ask.
 
     Args:
-        headers: Of the answer, names in lower case. A date in ``retry-after`` is not read.
+        headers: Of the response, names in lower case. A date in ``retry-after`` is not read.
     """
     said = headers.get("retry-after", "").strip()
     return min(float(said[:9]), _LONGEST_S) if said.isascii() and said.isdigit() else None
@@ -42,26 +42,26 @@ SDK_ERRORS = (
     ResponseParserError,
     OSError,
 )
-# What the SDK's parsers raise at an answer that no S3 server gives: no number, no date, or a field
-# is missing. So does what takes the answer apart after them.
+# Errors of the SDK's parsers for a response that no S3 server sends: a number or a date is invalid,
+# or a field is missing. The code that reads the parsed response raises them too.
 _UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RuntimeError)
 _OPERATIONS = frozenset({
     "GetObject", "PutObject", "CopyObject", "HeadObject", "DeleteObject", "DeleteObjects",
     "ListObjectsV2", "HeadBucket"
 })  # fmt: skip
-# Statuses that say "later"; those from 500 up do as well. The second set means "too much".
+# Statuses that mean "later", as all from 500 up do. The second set means "too many requests".
 _LATER = frozenset({408, 409, 420, 423, 425, 429, 499})
 _THROTTLES = frozenset({420, 429, 503})
 # "404" is how botocore spells a status without a code: a HEAD reply, or a page that is not XML.
 _ABSENT_CODES = frozenset({"NoSuchKey", "404", "NotFound"})
-# Codes that are said with 400 or 403 as well. "Too much":
+# Codes that may come with 400 or 403 as well. "Too many requests":
 _THROTTLE_CODE = re.compile("Throttl|SlowDown|TooManyRequests|Limit.*Exceeded|PriorRequestNot")
-# "Later", or the fault lies in this transfer, not in the request:
+# "Later", or the fault is in this transfer, not in the request:
 _LATER_CODES = frozenset({
     "BadDigest", "IncompleteBody", "InternalError", "RequestTimeout", "ServiceUnavailable",
     "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch", "XMinioServerNotInitialized"
 })  # fmt: skip
-# What the code of one object in an answer about many would have for a status by itself.
+# The status that the code of one object, in a response about many, would have by itself.
 _STATUS_OF_CODE = {
     "AccessDenied": 403,
     "InternalError": 500,
@@ -71,12 +71,12 @@ _STATUS_OF_CODE = {
     "ServiceUnavailable": 503,
     "SlowDown": 503,
 }
-# Refusals that other credentials would end.
+# Refusals that other credentials may end.
 _CREDENTIAL_CODES = frozenset({
     "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidSecurity",
     "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired"
 })  # fmt: skip
-# Refusals of the one who asks, whatever is asked for; a status below 400 is one as well.
+# Refusals of the caller, whatever the request; a status below 400 is one as well.
 _GENERAL_CODES = _CREDENTIAL_CODES | {
     "404", "407", "AccountProblem", "AllAccessDisabled", "AuthorizationHeaderMalformed",
     "NoSuchBucket", "NotSignedUp", "RequestExpired", "RequestTimeTooSkewed"
@@ -124,13 +124,13 @@ _REDIRECT_FIX = "the endpoint redirects, correct `endpoint_url` or `region`"
 # What a server's code and region may be; S3's own are shorter.
 _CODE_CHARACTERS = 64
 _REGION = re.compile(r"[a-z0-9-]{1,64}")
-# What a server may repeat of a request: parts of a presigned URL, an access key.
+# Secrets of a request that a server may repeat: parts of a presigned URL, an access key.
 _SIGNED = re.compile(r"(?i)\b(x-amz-[a-z-]+|signature|sig|awsaccesskeyid|token)=[^&\s\"'<>]*")
 _ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}")
 # User name and password in a URL.
 _USER = re.compile(r"(?<=://)[^/@\s]+@")
 _READ = "s3:GetObject, and s3:ListBucket without which S3 answers 403 for an absent object too"
-# What an operation needs; named alone where it is known what was denied.
+# The permission that an operation needs, for the message of its denial.
 _ACTIONS = {
     "GetObject": _READ,
     "HeadObject": _READ,
@@ -152,12 +152,12 @@ def boundary(
     """Let no SDK error out of this block.
 
     Args:
-        what: What was tried, such as ``GET s3://bucket/name``; begins every message.
-        region: The region that was signed for, asked only when something failed.
-        by: What the request passed on its way, as ``Way.by``; the same.
+        what: The request, such as ``GET s3://bucket/name``; begins every message.
+        region: Returns the region that was signed for; called only after a failure.
+        by: Returns the proxy that the request passed, as ``Way.by``; likewise.
 
     Raises:
-        UnavailableError, AccessError, ConflictError: Instead of what the SDK raised.
+        UnavailableError, AccessError, ConflictError: Instead of the SDK's error.
     """
     try:
         yield
@@ -173,12 +173,12 @@ def boundary(
 
 @contextlib.contextmanager
 def reading_answer() -> Iterator[None]:
-    """Around the SDK's own call or what takes its answer apart, inside a boundary.
+    """Wrap the SDK's own call, or code that reads its response, inside a boundary.
 
-    Nothing else may be in this block: a fault of ours would be called the server's.
+    Nothing else may be in this block: a fault of ours would be reported as the server's.
 
     Raises:
-        ResponseParserError: The SDK's, instead of whatever an unreadable answer led to.
+        ResponseParserError: The SDK's, instead of any error that an unreadable response caused.
     """
     try:
         yield
@@ -189,12 +189,12 @@ def reading_answer() -> Iterator[None]:
 
 
 def is_absent(exc: sdk.ClientError) -> bool:
-    """Whether the server says that this object does not exist (not: this bucket)."""
+    """True if the server says that this object does not exist (not: this bucket)."""
     return status_of(exc) == 404 and code_of(exc) in _ABSENT_CODES
 
 
 def others_may_help(exc: sdk.ClientError) -> bool:
-    """Whether other credentials may end this refusal; one to a HEAD has no code."""
+    """True if other credentials may end this refusal; the refusal of a HEAD has no code."""
     code = code_of(exc)
     return code in _CREDENTIAL_CODES or (
         exc.operation_name == "HeadObject" and code in ("400", "403")
@@ -202,19 +202,19 @@ def others_may_help(exc: sdk.ClientError) -> bool:
 
 
 def status_of(exc: sdk.ClientError) -> int:
-    """HTTP status of an answer, 0 where unknown."""
+    """HTTP status of a response, 0 if unknown."""
     return int(exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def code_of(exc: sdk.ClientError) -> str:
-    """The server's error code, a short word for logs; the status as digits where it gave none."""
+    """The server's error code, a short word for logs; the status as digits if there is none."""
     # An error body that is XML without a <Code> leaves None or an empty string here.
     code = one_line(exc.response.get("Error", {}).get("Code") or "")[:_CODE_CHARACTERS]
     return code or str(status_of(exc))
 
 
 def error_of_key(entry: Any, what: str, region: str) -> S3ECError | None:
-    """What an entry of an answer to DeleteObjects says; None where the object is absent.
+    """The error of one object in a response to DeleteObjects; None if the object is absent.
 
     Args:
         entry: The SDK's, with ``Code`` and ``Message``.
@@ -229,7 +229,7 @@ def error_of_key(entry: Any, what: str, region: str) -> S3ECError | None:
 
 
 def error_of(exc: Exception, what: str, region: str) -> S3ECError:
-    """What an error of the SDK means for who asked; as ``boundary`` raises it."""
+    """Map an error of the SDK to the one that ``boundary`` raises."""
     if isinstance(exc, sdk.ClientError):
         return _from_answer(exc, what, region)
     if isinstance(exc, _NO_CREDENTIALS):
@@ -247,7 +247,7 @@ def error_of(exc: Exception, what: str, region: str) -> S3ECError:
         return UnavailableError(f"{what}: timed out")
     if isinstance(exc, _TRANSPORT):
         return UnavailableError(f"{what}: {_no_answer(exc)}")
-    # What is left is botocore's own refusal: parameters, endpoint rules, region names.
+    # The rest are botocore's own refusals: parameters, endpoint rules, region names.
     return AccessError(f"{what}: {one_line(exc)}", code=type(exc).__name__)
 
 
@@ -287,7 +287,7 @@ def _from_answer(exc: sdk.ClientError, what: str, region: str) -> S3ECError:
 
 
 def _from_proxy(exc: Exception, what: str) -> S3ECError:
-    """The proxy let no request through; the reason is in the first error of all."""
+    """The error for a proxy that let no request through; its first cause has the reason."""
     reason = one_line(list(causes_of(exc))[-1])
     if _WANTS_CREDENTIALS.search(reason):
         return AccessError(f"{what}: {reason}; {_FIXES['407']}", code="407")
@@ -295,7 +295,7 @@ def _from_proxy(exc: Exception, what: str) -> S3ECError:
 
 
 def _no_answer(exc: Exception) -> str:
-    """In words of ours where these do: the SDK's repeat the whole request."""
+    """Describe a failure in our words where possible: the SDK's repeat the whole request."""
     if isinstance(exc, sdk.EndpointConnectionError):
         url = urlsplit(str(exc.kwargs.get("endpoint_url")))
         return f"cannot connect to {url.scheme}://{url.netloc}{_reason(exc)}"
@@ -307,23 +307,23 @@ def _no_answer(exc: Exception) -> str:
 
 
 def _reason(exc: Exception) -> str:
-    """What the operating system said, in brackets; empty where it did not."""
+    """The operating system's message, in brackets; empty if there is none."""
     first = _caused_by(exc, OSError)
     return f" ({first.strerror})" if first is not None and first.strerror else ""
 
 
 def _right_region(response: Any) -> str:
-    """The bucket's region as the server tells it; empty where that cannot be one's name."""
+    """The bucket's region as the server reports it; empty if that cannot be a region's name."""
     headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     told = headers.get("x-amz-bucket-region") or response.get("Error", {}).get("Region") or ""
     return str(told) if _REGION.fullmatch(str(told)) else ""
 
 
 def _not_trusted(what: str, code: int) -> AccessError:
-    """A server that cannot prove who it is; asking again is useless.
+    """The error for a server that cannot prove its identity; a retry is useless.
 
     Args:
-        code: OpenSSL's number for the reason (``X509_V_ERR_`` in x509_vfy.h), 0 where unknown.
+        code: OpenSSL's number for the reason (``X509_V_ERR_`` in x509_vfy.h), 0 if unknown.
     """
     if code == _EXPIRED:
         found, fix = "has expired", "renew it, or set this machine's clock"
@@ -337,12 +337,12 @@ def _not_trusted(what: str, code: int) -> AccessError:
 
 
 def _caused_by(exc: BaseException, kind: type[E]) -> E | None:
-    """This error, or the first of those that it was raised for, that is of a kind."""
+    """The first error of a kind among this error and its causes."""
     return next((cause for cause in causes_of(exc) if isinstance(cause, kind)), None)
 
 
 def one_line(value: object) -> str:
-    """At most 300 printable characters: the text is the server's and ends in our log."""
+    """Keep at most 300 printable characters: the text is the server's and goes to our log."""
     text = _scrubbed(" ".join(str(value).split()))
     return "".join(c for c in text if c.isprintable())[:300]
 
