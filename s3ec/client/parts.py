@@ -46,7 +46,7 @@ _DEFAULT_TYPE = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav
 
 
 class PartMaker:
-    """Makes parts of what the catalogue knows. Thread-safe."""
+    """Makes parts from the catalogue's rows. Thread-safe."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PartMaker:
         """Read nothing yet.
 
         Args:
-            without_pixels: Modalities whose parts go without.
+            without_pixels: Modalities whose parts go without pixels.
             fetch: Reads the bytes that the encoder was given; None reads from the row's ``uri``.
 
         Raises:
@@ -72,7 +72,7 @@ class PartMaker:
         self._known = known
         self._without_pixels = frozenset(given)
         self._fetch = fetch
-        # Identifier -> where the caller said that the server finds the file, should it need it.
+        # Identifier -> the caller's address of the file, in case the server needs it.
         self._addresses: LRUCache[str, str] = LRUCache(_MOST_ADDRESSES)
         self._lock = threading.Lock()
 
@@ -112,10 +112,10 @@ class PartMaker:
         return [self._without(row) or self._pixel_part(row) for row in rows]
 
     def with_pixels(self, messages: Sequence[Message]) -> list[Message]:
-        """The same messages; what the catalogue does not know is left as it is.
+        """Return the messages with pixels; parts that the catalogue does not know stay as they are.
 
         Raises:
-            SourceError: They cannot be read.
+            SourceError: Pixels cannot be read.
         """
         index = self._known.index()
 
@@ -149,8 +149,8 @@ class PartMaker:
             with self._lock:
                 url = self._addresses.get(row.identifier)
             if url is not None:
-                # Without the identifier: the server may read something else there by now, and would
-                # store that under it. What it calls the bytes by itself is theirs.
+                # Without the identifier: the server may read other bytes there by now, and would
+                # store them under it. A name that the server computes itself fits the bytes.
                 return _pixels(row.modality, url, None)
             raise SourceError(
                 f"{row.uri} is an address, and a catalogue is another's word; give `fetch`, or the "
@@ -172,11 +172,11 @@ class PartMaker:
             raise SourceError(f"`fetch` failed for {row.uri}: {exc}") from exc
 
     def _options_of(self, row: CatalogRow) -> ReadOptions:
-        """How the encoder was given a page; the default where the row does not say."""
+        """The options by which the encoder read a page; defaults if the row does not say."""
         options = ReadOptions(settings=self._known.s3_settings, asks_http=False)
         words = str(row.extra.get(STAMP, "")).split()
         if row.page is not None and words:
-            with contextlib.suppress(ValueError):  # no number, or none that is taken
+            with contextlib.suppress(ValueError):  # no number, or not a valid one
                 return replace(options, dpi=int(words[-1]))
         return options
 
@@ -186,10 +186,10 @@ def _is_address(uri: str) -> bool:
 
 
 def _of_one_place(rows: Sequence[CatalogRow], url: str | None) -> list[CatalogRow]:
-    """Each page once: of files of one name in several places that of ``url``.
+    """Keep each page once: of files of one name in several places, that of ``url``.
 
     Raises:
-        AmbiguousError: Several have other content, and none of them is at ``url``.
+        AmbiguousError: Several differ in content, and none of them is at ``url``.
     """
     place = None if url is None else without_secrets(url)
     pages: dict[tuple[int | None, str], list[CatalogRow]] = {}
@@ -235,7 +235,7 @@ def references(messages: Sequence[Message]) -> dict[str, str]:
 
 
 def modalities_with_pixels(messages: Sequence[Message]) -> set[str]:
-    """Those of which some part has pixels."""
+    """The modalities of which some part has pixels."""
     return {
         modality
         for part in _parts_of(messages)
@@ -251,7 +251,7 @@ def _pixels(modality: str, url: str, uuid: str | None) -> Part:
 
 
 def _checked(row: CatalogRow, body: bytes) -> Part:
-    """The part of bytes that have the row's sha256."""
+    """Make the part of bytes that have the row's sha256."""
     return _pixels(row.modality, _data_url(row.modality, row.uri, body), row.identifier)
 
 

@@ -29,17 +29,17 @@ from s3ec.trial import Trial
 
 log = logging.getLogger(__name__)
 
-# An embedding that a server could not have, or did not take so, is sent with pixels for so long:
-# each try without them may take it 10 s.
+# How long an embedding is sent with pixels after a server could not get it, or did not accept a
+# part without pixels: each try without them may take the server 10 s.
 _REST_S = 60.0
 _MOST_RESTING = 2**16
 _REFUSED, _UNAVAILABLE = 400, 500
-# What the openai package itself tries again; 0 stands for no answer.
+# Statuses after which the openai package itself retries; 0 stands for no response.
 _TRANSIENT = (0, 408, 409, 429, 502, 503, 504)
 
 
 class _Pictures:
-    """What both kinds are made of."""
+    """The parts that both kinds share."""
 
     def __init__(
         self,
@@ -51,16 +51,16 @@ class _Pictures:
         refresh_s: float = REFRESH_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is read yet.
+        """Read nothing yet.
 
         Args:
             catalog: ``corpus.catalog()``, or the path of an exported one, Parquet.
-            without_pixels: Whether the server takes parts without pixels: True and False are not
-                questioned, None finds out.
-            modalities: Which may go without pixels. Not every model answers alike for a video: see
-                docs/without-pixels.md.
+            without_pixels: True if the server accepts parts without pixels, False if not; None to
+                find out.
+            modalities: Modalities that may go without pixels. Not every model gives the same
+                result for a video: see docs/without-pixels.md.
             fetch: Reads the bytes that the encoder was given, for a row of the catalogue.
-            refresh_s: An older catalogue is read anew, in the background.
+            refresh_s: An older catalogue is read again, in the background.
             clock: Monotonic seconds.
 
         Raises:
@@ -152,7 +152,7 @@ class Pictures(_Pictures):
 
         try:
             reply = ask(_without_retries(client), request.messages)
-        except Exception as exc:  # noqa: BLE001 - whatever a client raises; again() raises it on
+        except Exception as exc:  # noqa: BLE001 - a client's error of any class; again() raises it
             return again(exc)
         good = functools.partial(self._requests.succeeded, request)
         if options.get("stream"):
@@ -217,7 +217,7 @@ class AsyncPictures(_Pictures):
 
         try:
             reply = await ask(_without_retries(client), request.messages)
-        except Exception as exc:  # noqa: BLE001 - whatever a client raises; again() raises it on
+        except Exception as exc:  # noqa: BLE001 - a client's error of any class; again() raises it
             return await again(exc)
         good = functools.partial(requests.succeeded, request)
         if options.get("stream"):
@@ -245,13 +245,12 @@ class AsyncPictures(_Pictures):
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What is sent first.
+    """The request that is sent first.
 
     Attributes:
         where: Server and model.
-        messages: As they go out.
-        references: Identifier of each part without pixels -> its modality; empty where there is
-            none.
+        messages: The messages to send.
+        references: Identifier of each part without pixels -> its modality; empty if there is none.
     """
 
     where: tuple[str, str]
@@ -276,10 +275,10 @@ class _Requests:
         self._resting: TTLCache[str, None] = TTLCache(_MOST_RESTING, _REST_S, clock)
 
     def first(self, client: Any, model: str, messages: Sequence[Message]) -> _Request:
-        """What goes out first; reads pixels where it has to go with them.
+        """Make the request to send first; reads pixels if it needs them.
 
         Raises:
-            S3ECError: They cannot be read.
+            S3ECError: The pixels cannot be read.
         """
         where = (str(getattr(client, "base_url", "")), model)
         request = _Request(where, messages, references(messages))
@@ -300,14 +299,14 @@ class _Requests:
             return True
 
     def _trial(self, request: _Request) -> Trial:
-        """Of the server and the model; under the lock. With ``without_pixels`` none ever rests."""
+        """The trial of the server and model; under the lock. With ``without_pixels`` none rests."""
         return self._trials.setdefault(request.where, Trial(self._clock))
 
     def after(self, request: _Request, exc: Exception, client: Any) -> Sequence[Message]:
         """The messages that follow an error: with pixels, or as they were if the server was busy.
 
         Raises:
-            Exception: ``exc``, where asking again is no use.
+            Exception: ``exc``, if a retry is useless.
         """
         status = _status_of(exc)
         if status in _TRANSIENT and int(getattr(client, "max_retries", 0)) > 0:
@@ -321,7 +320,7 @@ class _Requests:
             raise exc from None
 
     def learn(self, request: _Request, exc: Exception) -> None:
-        """The same was answered with pixels: what was wrong was that it had none."""
+        """Note that the same request succeeded with pixels: their absence caused the error."""
         if _status_of(exc) not in (_REFUSED, _UNAVAILABLE):
             return
         count = len(request.references)
@@ -336,7 +335,7 @@ class _Requests:
             )
 
     def succeeded(self, request: _Request) -> None:
-        """It was answered without pixels."""
+        """Note that a request succeeded without pixels."""
         with self._lock:
             self._trial(request).succeeded()
 
@@ -351,13 +350,13 @@ def _asker(model: str, options: Mapping[str, Any]) -> _Ask:
 
 
 def _without_retries(client: Any) -> Any:
-    """The same client for one try: openai's asks three times after status 500, 10 s each."""
+    """The same client for one try: openai's tries three times after status 500, 10 s each."""
     with_options = getattr(client, "with_options", None)
     return client if with_options is None else with_options(max_retries=0)
 
 
 def _status_of(exc: Exception) -> int:
-    """HTTP status of an answer, also of one inside a stream; 0 where there was none."""
+    """HTTP status of an error response, also of one inside a stream; 0 if there was none."""
     status = getattr(exc, "status_code", None)
     body = getattr(exc, "body", None)
     if status is None and isinstance(body, Mapping):
@@ -369,7 +368,7 @@ def _status_of(exc: Exception) -> int:
 
 
 def _says_nothing_yet(chunk: Any) -> bool:
-    """Whether it only opens the answer, as vLLM's first chunk of each choice does."""
+    """True if a chunk only opens the answer, as vLLM's first chunk of each choice does."""
     choices = getattr(chunk, "choices", None) or ()
     return bool(choices) and all(
         choice.delta.role and not choice.delta.content and not choice.finish_reason
@@ -380,7 +379,7 @@ def _says_nothing_yet(chunk: Any) -> bool:
 def _stream(
     first: Any, again: Callable[[Exception], Any], good: Callable[[], None]
 ) -> Iterator[Any]:
-    """A stream's chunks; of another one, where it failed before it had said anything."""
+    """Yield a stream's chunks; if it fails before any text, those of a second request."""
     stream: Any = first
     held: list[Any] = []
     try:
@@ -391,7 +390,7 @@ def _stream(
                 if not _says_nothing_yet(chunk):
                     break
             good()
-        except Exception as exc:  # noqa: BLE001 - whatever a client raises; again() raises it on
+        except Exception as exc:  # noqa: BLE001 - a client's error of any class; again() raises it
             stream.close()
             held.clear()
             stream = again(exc)

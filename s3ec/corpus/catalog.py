@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The catalogue: which document, page and file each embedding of a corpus belongs to.
 
-It is a folder of Parquet files in the bucket, its parts. A part is written once, under a ULID by
-the server's clock, and never changed. A row says with which part it was appended, and of two rows
-for one document, page, modality and place that of the later part counts. So the order in which
-parts are read does not matter, nor do rows that two parts hold both. That is what makes folding
-safe: it first writes one part with all rows of some others, and then deletes those. Two folds at
-once, or one that was killed between the two steps, leave rows twice and lose none.
+The catalogue is a folder of Parquet files in the bucket, its parts. A part is written once, under a
+ULID by the server's clock, and never changed. A row names the part with which it was appended, and
+of two rows for one document, page, modality and place that of the later part counts. So neither the
+order in which parts are read matters, nor rows that two parts share. This makes folding safe: a
+fold first writes one part with all rows of some others, and then deletes those. Two folds at once,
+or one that is killed between the two steps, leave rows twice and lose none.
 
-A job appends parts as it goes, and folds them at its end. What jobs left that were killed, or that
-may not delete, ``gc`` folds. A part whose name is later than its own date was not named by the
-server's clock: it is left out, and named, since its rows would count for good.
+A job appends parts as it runs, and folds them at its end. ``gc`` folds parts of jobs that were
+killed, or that may not delete. A part whose name is later than its own date was not named by the
+server's clock: it is left out, with a message, since its rows would count for good.
 
-Rows say nothing about whether an entry is still there; the index and the bucket tell that.
+Rows do not tell whether an entry still exists; the index and the bucket do.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDED_BYTES = 4 * 2**20
-"""Parts are folded into one of at most so many bytes, of which each is less than half: so a large
-catalogue is not written again and again. In memory they take some 50 MiB."""
+"""Size limit of a folded part. Only parts of less than half of it are folded, so that a large
+catalogue is not rewritten again and again. In memory they take some 50 MiB."""
 _RANGES_AT_A_TIME = 4
-# Each one after a fold has taken away what the one before had named.
+# The most listings of one read; another is needed if a fold has deleted parts of the one before.
 _LISTINGS = 10
 
 
@@ -87,7 +87,7 @@ _LISTINGS = 10
 
 
 async def list_parts(store: Store, layout: Layout) -> dict[str, ObjectInfo]:
-    """The parts by their ULID, in rising order; what has no name of a part is left out.
+    """List the parts by ULID, in rising order; objects without a part's name are left out.
 
     Raises:
         UnavailableError, AccessError: The store does not answer now, or refuses.
@@ -107,15 +107,15 @@ async def read_parts(
     problem: Callable[[CorruptEntryError], object] = log.debug,
     only: Collection[str] | None = None,
 ) -> AsyncGenerator[tuple[str, pa.Table], None]:
-    """Each part once, with its ULID, also while others are folded; to be closed.
+    """Read each part once, with its ULID, also during a fold. The caller closes it.
 
-    When it has ended, every part that the bucket lists was read. Those that a fold takes away
-    meanwhile are in the part that it wrote, and that is read as well. Memory: parts of FOLDED_BYTES
-    together, or one that is larger.
+    At its end every listed part was read. Rows of parts that a fold deletes meanwhile are in the
+    part that the fold wrote, which is read as well. Memory: parts of FOLDED_BYTES together, or one
+    that is larger.
 
     Args:
-        problem: Told of each part that cannot be used.
-        only: ULIDs of the parts that are meant; None for all. Those that are gone are left out.
+        problem: Called with the error of each unusable part.
+        only: ULIDs of the parts to read; None for all. Parts that are gone are left out.
 
     Raises:
         ConfigError: pyarrow is missing.
@@ -151,7 +151,7 @@ async def read_parts(
                     problem(answer)
                 else:
                     yield ulid, answer
-                del answer  # not in memory while others come
+                del answer  # not in memory while others are read
             free_unused()
         if not has_vanished or only is not None:
             return
@@ -159,7 +159,7 @@ async def read_parts(
 
 
 def _groups(parts: Mapping[str, ObjectInfo]) -> Iterator[list[str]]:
-    """Parts of FOLDED_BYTES together, or one that is larger, in their order."""
+    """Group parts, in their order, by FOLDED_BYTES together, or one that is larger."""
     group: list[str] = []
     nbytes = 0
     for ulid, info in parts.items():
@@ -173,10 +173,10 @@ def _groups(parts: Mapping[str, ObjectInfo]) -> Iterator[list[str]]:
 
 
 async def _read_part(store: Store, layout: Layout, ulid: str, info: ObjectInfo) -> pa.Table:
-    """Download one part and check it; once more where it was damaged on its way.
+    """Download one part and check it; once more if it was damaged on its way.
 
     Raises:
-        VanishedError: The bucket has it no more.
+        VanishedError: The bucket no longer has it.
         CorruptEntryError: It is unusable; the message names it.
         UnavailableError, AccessError: The store does not answer now, or refuses.
     """
@@ -213,13 +213,13 @@ async def read_table(
     columns: Sequence[str] = COLUMNS,
     note: Callable[[str], None] | None = None,
 ) -> pa.Table:
-    """The whole catalogue, sorted by document and page, the newest row of each.
+    """Read the whole catalogue, sorted by document and page, with the newest row of each.
 
-    Memory: some 500 bytes a row, and up to half as much again while it is sorted.
+    Memory: some 500 bytes per row, and up to half as much again while it is sorted.
 
     Args:
-        columns: Those that are kept.
-        note: Told of each part that cannot be used and was left out; the log if None.
+        columns: The columns to keep.
+        note: Called with a message for each unusable part that is left out; the log if None.
 
     Raises:
         ConfigError: pyarrow is missing.
@@ -243,9 +243,9 @@ async def read_table(
 
 
 def refuse_tenant(is_one: bool) -> None:
-    """Raise ConfigError where a tenant's secret hides the names that a catalogue would spell out.
+    """Raise ConfigError if a tenant's secret hides the names that a catalogue would reveal.
 
-    For jobs that append later: before anything is encoded.
+    Jobs call it before they encode, since they append later.
     """
     if is_one:
         raise ConfigError(
@@ -258,11 +258,11 @@ def refuse_tenant(is_one: bool) -> None:
 class CatalogWriter:
     """Writes into a catalogue: appends rows, folds parts, drops rows. For one event loop.
 
-    The first write asks what time it is at the server: a PUT, a HEAD and a deletion.
+    The first write reads the server's clock: a PUT, a HEAD and a deletion.
     """
 
     def __init__(self, store: Store, layout: Layout) -> None:
-        """Set up; no request goes out.
+        """Set up; no request is sent.
 
         Raises:
             ConfigError: pyarrow is missing.
@@ -276,20 +276,19 @@ class CatalogWriter:
         self._own: set[str] = set()
 
     async def append(self, rows: Iterable[CatalogRow]) -> None:
-        """Append rows as one new part, confirmed by the bucket when this returns.
+        """Append rows as one new part; the bucket has confirmed it when this returns.
 
-        A row counts before those that were confirmed when this began, and of two for one document
-        and place the last. Costs a LIST and a PUT, and a GET the first time. A great many rows
-        become several parts.
+        A row replaces rows that were confirmed when this began; of two new rows for one document
+        and place the last counts. Costs a LIST and a PUT, and a GET the first time. A great many
+        rows become several parts.
 
         Args:
-            rows: None of them is written where one is wrong.
+            rows: None of them is written if one is invalid.
 
         Raises:
-            ConfigError: A value is not what it should be, or the namespace is that of a tenant's
-                secret.
+            ConfigError: A value is invalid, or the namespace has a tenant's secret.
             UnavailableError, AccessError: The store does not answer now, or refuses. The rows may
-                be there or not, and may be appended again.
+                be stored or not, and may be appended again.
         """
         tables = [to_table(some) for some in in_parts(rows)]
         if tables and not self._is_clock_set:
@@ -301,9 +300,9 @@ class CatalogWriter:
             await self._put(name, await asyncio.to_thread(_last_of_each, table, name))
 
     async def fold(self, *, everything: bool = False) -> None:
-        """Make few parts of the small ones that this writer has appended, or of all.
+        """Merge the small parts that this writer has appended, or all small parts, into few.
 
-        What cannot be used is left where it is.
+        Unusable parts stay as they are.
 
         Raises:
             UnavailableError, AccessError: The store does not answer now, or refuses. No row is
@@ -329,17 +328,17 @@ class CatalogWriter:
                 await self._delete(ulids)
 
     async def drop(self, is_suspect: Callable[[str], bool], *, tenant: Tenant | None = None) -> int:
-        """Write the catalogue again without rows whose entry is gone, and delete its old parts.
+        """Rewrite the catalogue without rows whose entry is gone, and delete its old parts.
 
-        An entry is looked for after the catalogue was read: a row comes after its entry, so one
-        that was stored again, by whoever fills the corpus meanwhile, keeps its row. An older row of
-        the same document and place goes with a newer one: it is of what the document was before. A
-        fold that is under way may bring rows back; they are found again by the next audit. Costs a
-        HEAD for each suspect of each part. Memory: some 100 bytes a row, and a part.
+        An entry is checked after the catalogue was read: a row is written after its entry, so an
+        entry that a job stores again meanwhile keeps its row. An older row of the same document and
+        place is dropped with the newer one: it describes an earlier state of the document. A fold
+        at the same time may bring rows back; the next audit finds them again. Costs a HEAD for each
+        suspect of each part. Memory: some 100 bytes per row, and a part.
 
         Args:
             is_suspect: True if the entry of an identifier may be gone. Called in another thread.
-            tenant: Whose secret is in the names.
+            tenant: The tenant whose secret is in the names.
 
         Returns:
             How many rows were dropped.
@@ -370,8 +369,8 @@ class CatalogWriter:
         await self._require_deletions()
         counts = dict(zip(ulids, winners.masks(), strict=True))
         dropped, old = 0, []
-        # Again, since only the rows' keys were kept. All is written before anything is deleted: an
-        # older row must not count meanwhile.
+        # Parts are read again, since only the rows' keys were kept. All is written before anything
+        # is deleted: an older row must not count meanwhile.
         async with aclosing(read_parts(store, layout, only=ulids)) as coming:
             async for ulid, table in coming:
                 names = await asyncio.to_thread(suspects, table)
@@ -387,11 +386,11 @@ class CatalogWriter:
         return dropped
 
     async def _require_deletions(self) -> None:
-        """Who may not delete would add a part with each fold. A name that nobody has tells."""
+        """Delete an unused name: a caller that may not delete would add a part with each fold."""
         await self._store.delete(self._layout.catalog_part(await self._next_name()))
 
     async def _write(self, table: pa.Table) -> None:
-        """Write rows with their ``part``, as one part or several."""
+        """Write rows, with their column ``part``, as one part or several."""
         while len(table):
             some = table.slice(0, OWN_ROWS)
             while len(some) > 1 and some.nbytes > MAX_UNPACKED_BYTES // 2:
@@ -407,11 +406,11 @@ class CatalogWriter:
                 raise exc
 
     async def _next_name(self) -> str:
-        """A name by the server's clock, later than all that were named so."""
+        """Make a name by the server's clock, later than all names by that clock."""
         if not self._is_clock_set:
             asked = await self._clock.ask(self._store, self._layout)
             self._is_clock_set = True
-            with suppress(UnavailableError, AccessError):  # whoever makes the index clears it away
+            with suppress(UnavailableError, AccessError):  # the next snapshot's maker deletes it
                 await self._store.delete(asked)
         parts = await list_parts(self._store, self._layout)
         there = (ulid for ulid, info in parts.items() if not is_ahead(ulid, info))
@@ -419,7 +418,7 @@ class CatalogWriter:
 
     async def _put(self, ulid: str, table: pa.Table) -> None:
         body = await asyncio.to_thread(encode_part, table, self._layout.namespace)
-        with suppress(ConflictError):  # our own, its reply was lost: nobody else has the name
+        with suppress(ConflictError):  # it is ours, its reply was lost: no other uses the name
             await self._store.put_if_absent(self._layout.catalog_part(ulid), [body])
 
 
@@ -433,7 +432,7 @@ def _last_of_each(table: pa.Table, ulid: str) -> pa.Table:
 def _without(
     table: pa.Table, counts: npt.NDArray[np.bool_], gone: Sequence[str]
 ) -> tuple[pa.Table, int]:
-    """The rows that count and are not of these entries, and how many are only not that."""
+    """The rows that count without those of gone entries, and how many were of gone entries."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -450,11 +449,11 @@ def _without(
 class Catalog:
     """The catalogue of one namespace; ``Corpus.catalog`` makes it. Safe to use from any thread.
 
-    Each method reads the whole catalogue again, except ``index``, which does where it has changed.
+    Each method reads the whole catalogue again; ``index`` does so only after a change.
 
-    Errors of all methods beside those that each names: as those of Corpus; and
-    ``CorruptEntryError`` where no part of the catalogue can be used. Parts that cannot be used are
-    left out where others can, with a warning in the log.
+    Errors of all methods, in addition to those that each names: as those of Corpus; and
+    ``CorruptEntryError`` if no part of the catalogue can be used. Unusable parts are left out if
+    others can be used, with a warning in the log.
 
     Attributes:
         namespace: Its name.
@@ -477,10 +476,10 @@ class Catalog:
         return f"Catalog({self._corpus!r}, {self.namespace!r})"
 
     def append(self, rows: Iterable[CatalogRow]) -> None:
-        """Append rows, confirmed by the bucket when this returns.
+        """Append rows; the bucket has confirmed them when this returns.
 
         Raises:
-            ConfigError: A value is not what it should be, or ``tenant_key`` is set.
+            ConfigError: A value is invalid, or ``tenant_key`` is set.
         """
         refuse_tenant(self._corpus.settings.tenant_key is not None)
         given = list(rows)
@@ -491,7 +490,7 @@ class Catalog:
         )
 
     def table(self) -> pa.Table:
-        """All rows as a table of pyarrow, the newest of each document, page, modality and place."""
+        """All rows as a pyarrow table, the newest of each document, page, modality and place."""
         return self._corpus.within(read_table, self.namespace)
 
     def rows(self) -> Iterator[CatalogRow]:
@@ -499,13 +498,13 @@ class Catalog:
         return to_rows(self.table())
 
     def find(self, document: str, page: int | None = None) -> list[CatalogRow]:
-        """The rows of a document by page; with ``page`` only those of that page."""
+        """Find the rows of a document, by page; with ``page`` only those of that page."""
         return CatalogIndex.from_table(self.table()).by_document(document, page)
 
     def index(self) -> CatalogIndex:
-        """The catalogue in memory, for many lookups. What is returned does not change any more.
+        """Load the catalogue into memory, for many lookups. The returned index never changes.
 
-        A later call costs one LIST where nothing was appended since, and else reads all of it.
+        A later call costs one LIST if nothing was appended since; else it reads all of it.
         """
 
         async def work(store: Store, layout: Layout) -> CatalogIndex:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One part of a catalogue: its rows, and the Parquet file they are written as.
 
-A part is plain Parquet that any reader can read. Whoever reads one here checks all of it, since
-anybody may have put anything there: what its pages hold before anything is unpacked, every page's
-checksum, the columns' types, and every value. What passes can be used without another look.
+A part is plain Parquet that any reader can read. Reads here check all of it, since any process may
+have written it: the unpacked size of its pages before anything is unpacked, every page's checksum,
+the columns' types, and every value. Rows that pass need no further check.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ if TYPE_CHECKING:
 KIND = "catalog-1"
 _KINDS = "catalog-"
 MAX_PART_BYTES = 128 * 2**20
-"""Of a part's file; a larger one is not read."""
+"""Size limit of a part's file; a larger one is not read."""
 MAX_PART_ROWS = 2**20
 MAX_UNPACKED_BYTES = 512 * 2**20
-"""Of a part's columns in memory."""
+"""Size limit of a part's columns in memory."""
 OWN_ROWS = 2**16
-"""Of a part that is written here at most, so that who reads parts one by one needs little."""
+"""The most rows of a part that is written here, so that reading parts one by one needs little
+memory."""
 _APPEND_BYTES = 64 * 2**20
 _BATCH_ROWS = 4096
-# Of a footer: that of a full part, whose statistics may hold long texts, has 2 MiB. Of its lists,
-# each item of which takes a reader up to 1 KiB: a part has 16 groups of some 15 columns.
+# Limits of a footer: a full part's, whose statistics may hold long texts, has 2 MiB. Limit of its
+# lists, each item of which takes a reader up to 1 KiB: a part has 16 groups of some 15 columns.
 _FOOTER_BYTES = 4 * 2**20
 _FOOTER_ITEMS = 256
 
-# Each text column with the most bytes of a value. Paths have 4096 at most, signed URLs a few
-# thousand, and a header, which holds the placeholder as well, 16 KiB.
+# Each text column with the most bytes of a value. Paths have at most 4096, signed URLs a few
+# thousand, and a header, which also holds the placeholder, 16 KiB.
 TEXTS = {
     "document": 4096,
     "uri": 2**14,
@@ -71,7 +72,7 @@ COLUMNS = (
     *("document", "page", "uri", "sha256", "identifier", "modality", "rows", "width", "dtype"),
     *("placeholder", "bytes", "time", "extra", "made_by"),
 )
-"""Those of a catalogue, in order. A part's file has ``part`` beside them."""
+"""The columns of a catalogue, in order. A part's file has ``part`` in addition."""
 PART = "part"
 """The column with the name of the part that a row was appended with; kept when parts are merged."""
 STAMP = "s3ec_file"
@@ -83,28 +84,27 @@ documents."""
 
 @dataclass(frozen=True, slots=True)
 class CatalogRow:
-    """What the catalogue knows of one picture, page, video or sound.
+    """The catalogue's row of one picture, page, video or sound.
 
     Attributes:
-        document: Its id; of a file the path relative to the source. With ``uri`` it says which one
-            it is.
-        page: From 1; None where there are no pages.
-        uri: Where it came from; stored without what may be secret in a URL.
-        sha256: Of the file's bytes as the encoder was given them, 64 hex digits; of a PDF page
-            those of its PNG.
+        document: Its id; of a file the path relative to the source. ``document`` and ``uri``
+            together identify it.
+        page: From 1; None if there are no pages.
+        uri: Where it came from; stored without possible secrets of a URL.
+        sha256: Of the bytes that the encoder was given, 64 hex digits; of a PDF page, of its PNG.
         identifier: As vLLM spells it: its content hash, or ``sha256:HEX`` for clients that send
             that as `uuid`.
         modality: ``image``, ``video`` or ``audio``.
         rows: Of the embedding, one per placeholder token.
         width: Values per row.
         dtype: torch name, such as ``bfloat16``.
-        placeholder: What a request without pixels needs, such as ``{"image_grid_thw": [1, 16,
-            16]}``; None where it is not known.
+        placeholder: The fields that a request without pixels needs, such as ``{"image_grid_thw":
+            [1, 16, 16]}``; None if not known.
         nbytes: Size of the object.
         stored_s: When it was stored, seconds since the epoch; kept to the microsecond.
-        extra: What the source said beside that; plain JSON. An integer of more than 15 digits
-            comes back as text.
-        made_by: What the embedding was made with, as its header says; empty where it does not.
+        extra: Further values from the source; plain JSON. An integer of more than 15 digits is
+            returned as text.
+        made_by: Releases that made the embedding, from its header; empty if the header has none.
     """
 
     document: str
@@ -124,13 +124,13 @@ class CatalogRow:
 
 
 _FIELDS = tuple(field.name for field in fields(CatalogRow))
-# Two columns are called otherwise than their field.
+# Two columns have another name than their field.
 VALUES = [{"nbytes": "bytes", "stored_s": "time"}.get(name, name) for name in _FIELDS]
 """The columns in the order of a row's fields."""
 
 
 def require_pyarrow() -> None:
-    """Raise ConfigError where the extra is missing; to be called first."""
+    """Raise ConfigError if pyarrow is missing; call it first."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as exc:
@@ -142,11 +142,11 @@ def require_pyarrow() -> None:
 def schema(*, part: bool = False) -> pa.Schema:
     """The columns in memory.
 
-    Texts have offsets of 64 bits there: more than 2 GiB of text in one column cannot be sorted
-    with those of 32.
+    Texts have offsets of 64 bits: more than 2 GiB of text in one column cannot be sorted with
+    offsets of 32 bits.
 
     Args:
-        part: With the column that a part's file has beside them.
+        part: True to add the column ``part`` of a part's file.
     """
     import pyarrow as pa
 
@@ -161,10 +161,10 @@ def schema(*, part: bool = False) -> pa.Schema:
 
 
 def to_table(rows: Sequence[CatalogRow]) -> pa.Table:
-    """Rows as a table, each value checked.
+    """Convert rows to a table, and check each value.
 
     Raises:
-        ConfigError: One cannot be in a catalogue; the message names the field.
+        ConfigError: A row cannot be in a catalogue; the message names the field.
     """
     import pyarrow as pa
 
@@ -185,7 +185,7 @@ def to_table(rows: Sequence[CatalogRow]) -> pa.Table:
 
 
 def check_row(row: CatalogRow) -> None:
-    """Raise ConfigError for a row that a catalogue would refuse, and all others with it."""
+    """Raise ConfigError for a row that a catalogue would refuse, along with all rows beside it."""
     require_pyarrow()
     to_table([row])
 
@@ -196,7 +196,7 @@ def _to_value(name: str, value: Any) -> Any:
     if name in ("page", "rows", "width", "nbytes") and value is not None:
         return operator.index(value)  # Arrow would cut off a fraction
     if name == "uri" and isinstance(value, str):
-        return without_secrets(value)  # whoever may read the bucket reads it
+        return without_secrets(value)  # every reader of the bucket can read it
     if name in _JSON and value is not None:
         return canonical_json(
             _with_long_numbers_as_text(dict(value)) if name == "extra" else dict(value)
@@ -205,7 +205,7 @@ def _to_value(name: str, value: Any) -> Any:
 
 
 def _with_long_numbers_as_text(value: Any) -> Any:
-    """The same for readers of JSON that differ in numbers of many digits, such as ids."""
+    """Write numbers of many digits, such as ids, as text: readers of JSON differ in these."""
     if isinstance(value, dict):
         return {name: _with_long_numbers_as_text(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -215,7 +215,7 @@ def _with_long_numbers_as_text(value: Any) -> Any:
 
 
 def to_rows(table: pa.Table) -> Iterator[CatalogRow]:
-    """The rows of a table that was checked; some thousand in memory at a time."""
+    """The rows of a checked table; some thousand in memory at a time."""
     import pyarrow as pa
 
     at = table.schema.get_field_index("time")
@@ -225,7 +225,7 @@ def to_rows(table: pa.Table) -> Iterator[CatalogRow]:
 
 
 def to_row(values: Sequence[Any]) -> CatalogRow:
-    """A row of the values of VALUES that were checked; ``time`` in microseconds."""
+    """Make a row of checked values, in the order of VALUES; ``time`` in microseconds."""
     found = dict(zip(_FIELDS, values, strict=True))
     found["stored_s"] /= 1e6
     for name in _JSON:
@@ -234,7 +234,7 @@ def to_row(values: Sequence[Any]) -> CatalogRow:
 
 
 def in_parts(rows: Iterable[CatalogRow]) -> Iterator[list[CatalogRow]]:
-    """Rows in lists that are small enough for one part each."""
+    """Split rows into lists that are small enough for one part each."""
     some: list[CatalogRow] = []
     nbytes = 0
     for row in rows:
@@ -249,9 +249,9 @@ def in_parts(rows: Iterable[CatalogRow]) -> Iterator[list[CatalogRow]]:
 
 
 class Winners:
-    """Which rows of some tables count: of rows with equal keys that of the newest part.
+    """Finds the rows of some tables that count: of rows with equal keys that of the newest part.
 
-    Memory: some 100 bytes a row, whatever is in the tables.
+    Memory: some 100 bytes per row, whatever is in the tables.
     """
 
     def __init__(self) -> None:
@@ -259,7 +259,7 @@ class Winners:
         self._parts: list[tuple[list[str], npt.NDArray[np.int32]]] = []
 
     def add(self, table: pa.Table) -> None:
-        """Take in the next table, with its ``part``; blocking, some 2 us a row."""
+        """Add the next table, with its column ``part``; blocking, some 2 us per row."""
         keys = bytearray()
         for batch in table.select(KEY).to_batches(max_chunksize=_BATCH_ROWS):
             columns = (column.to_pylist() for column in batch.columns)
@@ -271,7 +271,7 @@ class Winners:
         self._parts.append((parts.dictionary.to_pylist(), numbers))
 
     def masks(self) -> list[npt.NDArray[np.bool_]]:
-        """For each table which of its rows count; of equal ones of one part the last."""
+        """For each table a mask of the rows that count; of equal rows of one part the last."""
         names = sorted({name for known, _ in self._parts for name in known})
         ranks = {name: number for number, name in enumerate(names)}
         rank = [np.array([ranks[n] for n in known], np.int32)[at] for known, at in self._parts]
@@ -288,7 +288,7 @@ class Winners:
 
 
 def newest(tables: list[pa.Table]) -> pa.Table:
-    """Tables with their ``part`` as one: of rows with equal keys the one of the newest part.
+    """Merge tables with a column ``part``: of rows with equal keys that of the newest part stays.
 
     The result is sorted by document and page, and has one chunk. Memory: the tables, and some of
     their columns once more.
@@ -317,7 +317,7 @@ def newest(tables: list[pa.Table]) -> pa.Table:
 
 
 def free_unused() -> None:
-    """Give memory back that Arrow has freed: its pool keeps it, to a multiple of what it needs."""
+    """Return freed memory of Arrow to the system: its pool may keep a multiple of what it needs."""
     import pyarrow as pa
 
     pa.default_memory_pool().release_unused()
@@ -327,13 +327,13 @@ def free_unused() -> None:
 
 
 def encode_part(table: pa.Table, namespace: str) -> Blob:
-    """A part's file.
+    """Encode a part's file.
 
     Args:
-        table: Checked rows with their ``part``.
+        table: Checked rows with their column ``part``.
 
     Raises:
-        CorruptEntryError: There are too many; the reason is ``size``.
+        CorruptEntryError: There are too many rows or bytes; the reason is ``size``.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -341,7 +341,7 @@ def encode_part(table: pa.Table, namespace: str) -> Blob:
     if len(table) > MAX_PART_ROWS or table.nbytes > MAX_UNPACKED_BYTES:
         raise CorruptEntryError(f"{len(table)} rows are too many for one part", reason="size")
     sink = pa.BufferOutputStream()
-    # Without Arrow's own schema, which would be one more thing to check for who reads it.
+    # Without Arrow's own schema, which a reader would have to check as well.
     with pq.ParquetWriter(
         sink, table.schema, compression="zstd", store_schema=False, write_page_checksum=True
     ) as writer:
@@ -354,18 +354,18 @@ def encode_part(table: pa.Table, namespace: str) -> Blob:
 
 
 def decode_part(blob: Blob | bytearray, namespace: str, *, ulid: str, name: str) -> pa.Table:
-    """Check a whole file; every byte of its pages is read.
+    """Decode and check a whole file; every byte of its pages is read.
 
     Args:
         ulid: The part's.
         name: Of the object, for messages.
 
     Returns:
-        Its rows with their ``part``.
+        Its rows with their column ``part``.
 
     Raises:
-        CorruptEntryError: No part of this namespace's catalogue, or one that lies about itself;
-            the message names the object.
+        CorruptEntryError: The file is no part of this namespace's catalogue, or it contradicts
+            itself; the message names the object.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -426,7 +426,7 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
     _require_types(footer.schema.to_arrow_schema(), wanted)
     if unpacked_bytes(blob, [paths.index(name) for name in wanted.names]) > MAX_UNPACKED_BYTES:
         raise CorruptEntryError("it holds too much", reason="size")
-    # As dictionaries a text that comes a million times is in memory once until it was measured.
+    # Read as dictionaries, a text that repeats a million times is in memory once until measured.
     file = pq.ParquetFile(
         pa.BufferReader(pa.py_buffer(blob)),
         metadata=footer,
@@ -435,9 +435,9 @@ def _decode(blob: Blob | bytearray, namespace: str) -> pa.Table:
     )
     tables, nbytes = [], 0
     for number in range(footer.num_row_groups):
-        # One thread: the caller's. The pool of Arrow has as many threads as there are cores.
+        # Only the caller's thread: Arrow's pool has as many threads as there are cores.
         group = file.read_row_group(number, columns=wanted.names, use_threads=False)
-        group.validate(full=True)  # UTF-8 too; before anything is made of it
+        group.validate(full=True)  # UTF-8 too; before anything else uses it
         _require_types(group.schema, wanted)
         nbytes += sum(_text_bytes(name, group.column(name)) for name in TEXTS)
         if nbytes > MAX_UNPACKED_BYTES:
@@ -461,10 +461,10 @@ def _require_types(found: pa.Schema, wanted: pa.Schema) -> None:
 
 
 def _text_bytes(name: str, column: pa.ChunkedArray) -> int:
-    """Size of a column of dictionaries when each row has its own text.
+    """Size of a dictionary column if each row had its own copy of the text.
 
     Raises:
-        CorruptEntryError: One is too long.
+        CorruptEntryError: A text is too long.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -483,7 +483,7 @@ def _text_bytes(name: str, column: pa.ChunkedArray) -> int:
 
 
 def _problem(table: pa.Table) -> str:
-    """What is wrong with the values of a table of the right types; empty where nothing is."""
+    """The first fault in the values of a table of the right types; empty if there is none."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -518,7 +518,7 @@ def _problem(table: pa.Table) -> str:
 def _json_problem(name: str, column: pa.ChunkedArray) -> str:
     import pyarrow.compute as pc
 
-    # Many pages have the same; each is looked at once.
+    # Many pages have the same value; each value is checked once.
     for text in pc.unique(column).to_pylist():
         if text is None:
             continue

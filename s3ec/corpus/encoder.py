@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who encodes for a job: the protocol, and vLLM as ``ec_producer`` in this process.
+"""Encoders of a job: the protocol, and vLLM as ``ec_producer`` in this process.
 
 vLLM is driven as a server drives it, so that identifiers are the server's: each item is a part of
-a chat, named by a URL, and what stands behind the URL is the file's bytes. ``_shelf`` has them,
-whether they came from a file, from a page that was drawn, or from a bucket.
+a chat, named by a URL that stands for the file's bytes. ``_shelf`` holds these bytes, whether they
+came from a file, a rendered page, or a bucket.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What the last uploads may take once everything is encoded; the connector drains for 30 s.
+# Time for the last uploads once everything is encoded; the connector drains for 30 s.
 _CLOSE_S = 60
 _FIRST_VLLM = "0.28"
-# Each picture is a new one: vLLM need not keep what it made of those before.
+# Each picture is a new one: vLLM need not keep results of earlier ones.
 _ENGINE_DEFAULTS: Mapping[str, Any] = {
     "enable_prefix_caching": False,
     "mm_processor_cache_gb": 0.1,
@@ -61,16 +61,16 @@ class EncoderError(S3ECError):
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One item that an encoder is given.
+    """One item for an encoder.
 
     Attributes:
         number: Of the item within the job.
         modality: ``image``, ``video`` or ``audio``.
-        data: The file's bytes; empty where another process will read them.
-        uuid: The name that clients send with it; None where they send none.
-        sha256: Of the file's bytes, as hex digits; empty while nobody has read them.
-        item: Where it lies, for a process that reads it.
-        decoded: What was made of the bytes, by how.
+        data: The file's bytes; empty if another process will read them.
+        uuid: The name that clients send with it; None if they send none.
+        sha256: Of the file's bytes, as hex digits; empty until they are read.
+        item: The item of the source, for a process that reads it.
+        decoded: The decoded media, by decoder and its options.
     """
 
     number: int
@@ -83,19 +83,19 @@ class Picture:
 
     @property
     def url(self) -> str:
-        """What stands for its bytes in a chat, while it is on the shelf."""
+        """The URL that stands for its bytes in a chat, while it is on the shelf."""
         return f"s3ec:{id(self)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What became of one picture.
+    """The result of one picture.
 
     Attributes:
         number: The picture's.
-        identifier: vLLM's name for its embedding; None where there is none.
+        identifier: vLLM's name for its embedding; None if there is none.
         problem: Why there is none.
-        sha256, nbytes: Of the file, where another process has read it.
+        sha256, nbytes: Of the file, if another process has read it.
     """
 
     number: int
@@ -106,14 +106,14 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Encodes pictures, and has their embeddings saved to the corpus. For one job.
+    """Encodes pictures, and saves their embeddings to the corpus. For one job.
 
-    States: new, running from the first picture that ``encode`` is given, closed.
+    States: new, running from the first picture that ``encode`` gets, closed.
 
     Attributes:
-        is_running: Whether an engine was started.
-        start_s: Seconds that it took to start; 0 where none was started, or others did it.
-        naming: One word that changes when this encoder may call the same file otherwise.
+        is_running: True if an engine was started.
+        start_s: Seconds that it took to start; 0 if none was started, or other processes did it.
+        naming: One word that changes when this encoder may name the same file differently.
     """
 
     @property
@@ -126,7 +126,7 @@ class Encoder(Protocol):
     def naming(self) -> str: ...
 
     def namespace(self) -> Namespace:
-        """Where it saves. Starts an engine only where nothing else can tell.
+        """The namespace where it saves. Starts an engine only if it cannot be known otherwise.
 
         Raises:
             ConfigError: The model or an argument cannot work; names what to change.
@@ -135,7 +135,7 @@ class Encoder(Protocol):
         ...
 
     def read(self, number: int, item: SourceItem) -> Picture:
-        """Read an item, the ``number``-th of the job. Callable from several threads at once.
+        """Read an item, the ``number``-th of the job. Several threads may call it at once.
 
         Raises:
             SourceError: It cannot be read.
@@ -143,10 +143,10 @@ class Encoder(Protocol):
         ...
 
     def identify(self, picture: Picture) -> str | None:
-        """vLLM's name for a picture, without encoding it. Callable from several threads at once.
+        """Find vLLM's name for a picture, without encoding it. Several threads may call it at once.
 
         Returns:
-            None where only encoding it will tell.
+            The name; None if only encoding can tell it.
 
         Raises:
             SourceError: It cannot be decoded.
@@ -154,29 +154,29 @@ class Encoder(Protocol):
         ...
 
     def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
-        """Encode some, in any order. Takes the next ones as it has room for them.
+        """Encode pictures, in any order. Takes the next ones when it has room for them.
 
-        Without a first picture no engine is started. After ``stop`` it ends soon, and says nothing
-        of those that it has begun.
+        Without a first picture no engine is started. After ``stop`` it ends soon, and returns
+        nothing for pictures that have begun.
 
         Raises:
-            EncoderError: The engine did not start, or it ended; what it has begun is lost.
+            EncoderError: The engine did not start, or it ended; pictures that have begun are lost.
         """
         ...
 
     def stop(self) -> None:
-        """Have ``encode`` end soon. From any thread, also from a signal's handler."""
+        """Make ``encode`` end soon. Any thread may call it, and a signal's handler."""
         ...
 
     def close(self) -> None:
-        """Let the engine finish its saves, and end it. More than once is fine."""
+        """Let the engine finish its saves, and end it. Idempotent."""
         ...
 
 
 class VllmEncoder:
-    """vLLM in this process, or in processes of its own where vLLM starts such.
+    """vLLM in this process, or in processes of its own if vLLM starts some.
 
-    One thread uses it, but for ``identify`` and ``stop``.
+    One thread uses it, except for ``read``, ``identify`` and ``stop``.
     """
 
     def __init__(
@@ -187,16 +187,16 @@ class VllmEncoder:
         engine_args: Mapping[str, Any] | None = None,
         batch: int = 64,
     ) -> None:
-        """Nothing is imported or started yet.
+        """Import and start nothing yet.
 
         Args:
-            model: As the server's ``--model``, letter by letter.
+            model: Exactly as the server's ``--model``.
             settings: Of the corpus; the engine gets them all.
             engine_args: Further arguments of ``vllm.LLM``, by their Python names.
             batch: Pictures that the engine has at a time.
 
         Raises:
-            ConfigError: An argument that is the job's own.
+            ConfigError: ``engine_args`` has an argument that the job sets.
         """
         for name in engine_args or {}:
             if name in _OWN_ARGUMENTS:
@@ -223,9 +223,9 @@ class VllmEncoder:
 
     @cached_property
     def naming(self) -> str:
-        """See Encoder: vLLM's release, and what it calls a picture that is always the same.
+        """See Encoder: vLLM's release, and its name for one fixed picture.
 
-        The name depends on the model's path, too, and on settings of vLLM.
+        The name also depends on the model's path, and on settings of vLLM.
         """
         import vllm
         from PIL import Image
@@ -246,7 +246,7 @@ class VllmEncoder:
         config = self._vllm_config()
         weights = encoder_weights(config, self._settings)
         if weights.problem is not None and self._llm is None:
-            self._start()  # which fetches the model, where it is not here yet
+            self._start()  # which downloads the model if it is not on this node yet
             weights = encoder_weights(config, self._settings)
         return namespace_of(config, self._settings, weights)
 
@@ -264,15 +264,15 @@ class VllmEncoder:
         return Picture(number, item.modality, data, sha256=hashlib.sha256(data).hexdigest())
 
     def identify(self, picture: Picture) -> str | None:
-        """See Encoder. What was decoded for it is used again by ``encode``."""
+        """See Encoder. ``encode`` uses the decoded media again."""
         try:
             found = self._name_of(picture)
-        except Exception as exc:  # whatever a decoder raises
+        except Exception as exc:  # decoders raise errors of any class
             raise SourceError(_reason(exc)) from exc
         return self._scopes.name(picture.uuid or found, picture.modality)
 
     def _name_of(self, picture: Picture) -> str:
-        """Decode a picture, and ask vLLM's processor of the model what it calls it."""
+        """Decode a picture, and get its name from vLLM's processor of the model."""
         from vllm.multimodal.processing import ProcessorInputs
 
         with self._loading:  # several threads name pictures
@@ -290,7 +290,7 @@ class VllmEncoder:
 
     @cached_property
     def _processor(self) -> tuple[Any, Any]:
-        """vLLM's processor of the model, and its loader of media as it makes one for a chat."""
+        """vLLM's processor of the model, and a loader of media as vLLM makes it for a chat."""
         from vllm import envs
         from vllm.multimodal import MULTIMODAL_REGISTRY
         from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
@@ -336,10 +336,10 @@ class VllmEncoder:
     def _all_arguments(self) -> dict[str, Any]:
         from vllm.config import ECTransferConfig
 
-        # All of them: the engine reads variables too, and those may name another corpus.
+        # All settings: the engine reads variables too, and those may name another corpus.
         extra = json.loads(self._settings.model_dump_json())
         if "save_overflow" not in self._settings.model_fields_set:
-            extra["save_overflow"] = "block"  # a job is to be complete: it waits for a slow store
+            extra["save_overflow"] = "block"  # a job must be complete: it waits for a slow store
         return {
             **self._arguments,
             "model": self._model,
@@ -380,7 +380,7 @@ class VllmEncoder:
         yield from self._run(itertools.chain([first], left))
 
     def _run(self, pictures: Iterator[Picture]) -> Iterator[Encoded]:
-        """Keep the engine at work until the last picture is encoded."""
+        """Keep the engine busy until the last picture is encoded."""
         engine = self._llm.llm_engine
         under_way: dict[str, Picture] = {}
         while not self._stopped.is_set():
@@ -389,7 +389,7 @@ class VllmEncoder:
                 is_last = False
                 try:
                     under_way[self._enqueue(picture)] = picture
-                except Exception as exc:  # noqa: BLE001  of any class: it is no picture, too large
+                except Exception as exc:  # noqa: BLE001  of any class: no picture, or too large
                     yield Encoded(picture.number, None, _reason(exc))
             if is_last and not under_way:
                 return
@@ -401,7 +401,7 @@ class VllmEncoder:
             engine.abort_request(list(under_way))
 
     def _enqueue(self, picture: Picture) -> str:
-        """Give the engine a picture; the name of its request."""
+        """Give the engine a picture; returns the name of its request."""
         kind = f"{picture.modality}_url"
         part: dict[str, Any] = {"type": kind, kind: {"url": picture.url}}
         if picture.uuid is not None:
@@ -412,7 +412,7 @@ class VllmEncoder:
         conversation = [{"role": "user", "content": [part]}]
         with _on_shelf(picture):
             (internal,) = self._llm.enqueue_chat([conversation], sampling, use_tqdm=False)
-        # vLLM's own name of a request has digits of its own behind the one that answers have.
+        # vLLM's internal name of a request is the name that its outputs have, and further digits.
         name: str = internal.partition("-")[0]
         return name
 
@@ -424,7 +424,7 @@ class VllmEncoder:
         return outputs
 
     def _answer(self, picture: Picture, output: Any) -> Encoded:
-        """What the engine calls the picture; its own word counts, whatever was expected."""
+        """The result of a picture; the engine's own name for it counts, whatever was expected."""
         items = getattr(output, "ec_transfer_params", None) or {}
         found = next(iter(items)) if len(items) == 1 else picture.uuid or self._name_of(picture)
         return Encoded(picture.number, self._scopes.name(found, picture.modality))
@@ -434,11 +434,11 @@ class VllmEncoder:
         self._stopped.set()
 
     def close(self) -> None:
-        """See Encoder. Takes up to a minute where the bucket is slow."""
+        """See Encoder. Takes up to a minute if the bucket is slow."""
         self._stopped.set()
         llm, self._llm = self._llm, None
         if llm is not None:
-            with suppress(Exception):  # one that has ended already
+            with suppress(Exception):  # an engine that has ended already
                 llm.llm_engine.engine_core.shutdown(timeout=_CLOSE_S)
 
 
@@ -446,8 +446,7 @@ class VllmEncoder:
 def _shelf() -> dict[str, Picture]:
     """Pictures by URL, for vLLM's loaders of media in this process.
 
-    A loader of ours takes the place of the one that this process uses, and gives that one every
-    other URL.
+    Our loader replaces the one that this process uses, and passes it every other URL.
     """
     from vllm import envs
     from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
@@ -482,17 +481,17 @@ def _on_shelf(picture: Picture) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_for_us() -> Iterator[None]:
-    """Keep Ctrl-C from the processes that are started meanwhile.
+    """Keep Ctrl-C from the processes that are started inside the block.
 
-    A terminal sends it to all of them at once. vLLM's would end in the middle of what they do; the
-    job tells them when to end. What is blocked stays blocked in a child, whatever handler it sets.
+    A terminal sends it to all of them at once. vLLM's would end in the middle of their work; the
+    job ends them instead. A blocked signal stays blocked in a child, whatever handler it sets.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     from multiprocessing import resource_tracker
 
-    # It unblocks what was blocked when it starts by itself (Python 3.11).
+    # Started later by itself, it would unblock the signal (Python 3.11).
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -502,6 +501,6 @@ def _interrupts_for_us() -> Iterator[None]:
 
 
 def _reason(exc: BaseException) -> str:
-    """One line for the report."""
+    """The class and the first line of an error, for the report."""
     lines = str(exc).strip().splitlines()
     return f"{type(exc).__name__}: {lines[0] if lines else 'no message'}"[:500]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes snapshots: unions of what is known, and listings of what is there.
+"""Makes snapshots: unions of snapshot and deltas, and listings of the objects.
 
-A union is the newest snapshot and the deltas since. A listing is what ``objects/`` holds. Each is
-named before its work begins, so that what is announced meanwhile is read beside it. Two at once
-are both right: claims only save work.
+A union is the newest snapshot with the deltas since. A listing is what ``objects/`` holds. Each is
+named before its work begins, so that readers also read the deltas that are announced meanwhile. Two
+at once are both right: claims only save work.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ from s3ec.store.base import (
 log = logging.getLogger(__name__)
 
 UNION_ROWS, UNION_SHARE = 65_536, 1 / 8
-"""A union is due where deltas hold more rows than both, the second as a share of the snapshot's."""
+"""A union is due if deltas hold more rows than both, the second as a share of the snapshot's."""
 UNION_DELTAS = 4096
-"""Or where there are more deltas than this."""
+"""A union is also due if there are more deltas than this."""
 UNION_EVERY_S = 600.0
 LISTING_SOON_EVERY_S = 3600.0
-"""Where fetches find nothing, objects are listed so often at most."""
+"""The least time between two listings while many fetches find nothing."""
 UNION_STALE_S, LISTING_STALE_S = 600.0, 7200.0
-"""A claim is worth nothing after this time, by the server's dates."""
+"""A claim expires after this time, by the server's dates."""
 YOUNG_S = 600.0
-"""An object that is no older may still have to be announced."""
+"""An object of at most this age may not be announced yet."""
 LOOK_EVERY_S = 10.0
 _DELTAS_AT_A_TIME = 256
 _DOWNLOAD_PARTS = 2
@@ -110,13 +110,13 @@ class Verified:
     """An index compared with a listing.
 
     Attributes:
-        snapshot: The newest one that can be read; the default for none.
+        snapshot: The newest readable one; the default value for none.
         entries: Rows of snapshot and deltas.
         objects: Objects that the listing found.
         missing: Objects without a row; encoded again until the next listing.
         extra: Rows without an object; each costs a node a 404.
         unannounced: Objects of the last ten minutes without a row yet: not missing.
-        refused: Objects of the index that cannot be used: name to what is wrong.
+        refused: Unusable objects of the index: name to what is wrong.
     """
 
     snapshot: SnapshotName = field(default_factory=SnapshotName)
@@ -139,7 +139,7 @@ class Verified:
 async def fetch_snapshot(
     store: Store, layout: Layout, node: NodeFolder, name: SnapshotName
 ) -> None:
-    """Bring a snapshot to this node, check all of it, and make its filter.
+    """Download a snapshot to this node, check all of it, and make its filter.
 
     Raises:
         UnavailableError: The store does not answer now, or the snapshot was replaced.
@@ -157,7 +157,7 @@ async def fetch_snapshot(
 
 
 async def _download(store: Store, layout: Layout, info: ObjectInfo, file: BinaryIO) -> Segment:
-    """Bring a snapshot into a file; every byte of it is checked. Raises as fetch_snapshot."""
+    """Download a snapshot into a file, and check every byte. Raises as fetch_snapshot."""
     if not 0 < info.nbytes <= MAX_BYTES:
         raise CorruptEntryError(f"{info.name}: {info.nbytes} bytes", reason="size")
     parts = whole_parts(store, info.name, info.nbytes, at_a_time=_DOWNLOAD_PARTS)
@@ -169,7 +169,7 @@ async def _download(store: Store, layout: Layout, info: ObjectInfo, file: Binary
         file.flush()
     except VanishedError as exc:
         raise UnavailableError(f"{info.name} is gone") from exc
-    except CorruptEntryError as exc:  # by its size it is whole there: it was cut on its way
+    except CorruptEntryError as exc:  # its listed size says it is whole: it was cut on its way
         raise UnavailableError(str(exc)) from exc
     except OSError as exc:
         raise TierError(f"cannot write a file of the index: {exc}") from exc
@@ -184,7 +184,7 @@ def _mapped(file: BinaryIO, layout: Layout, name: str) -> Segment:
 
 
 async def rows_in(store: Store, layout: Layout, info: ObjectInfo) -> int:
-    """How many rows a snapshot says it has: one small GET.
+    """Read how many rows a snapshot has, from its header: one small GET.
 
     Raises:
         CorruptEntryError: It cannot be read, by its header and size.
@@ -200,7 +200,7 @@ async def rows_in(store: Store, layout: Layout, info: ObjectInfo) -> int:
 
 
 async def newest_rows(store: Store, layout: Layout) -> int | None:
-    """How many rows the newest readable snapshot has; None for none. A LIST and a GET.
+    """Read how many rows the newest readable snapshot has; None if there is none. A LIST and a GET.
 
     Raises:
         UnavailableError, AccessError: The store did not answer.
@@ -215,7 +215,7 @@ async def newest_rows(store: Store, layout: Layout) -> int | None:
 
 
 def _parts(spill: Spill, base: Segment | None = None) -> Iterator[Rows]:
-    """All rows of both, sorted, part by part; what was spilled wins."""
+    """All rows of both, sorted, part by part; of two for one key the spilled row counts."""
     for number in range(PARTS):
         rows = spill.part(number)
         yield merge(rows if base is None else [base.rows.part(number), *rows])
@@ -231,11 +231,11 @@ async def _write(
     folder: Path | None,
     node: NodeFolder | None,
 ) -> Made:
-    """Write a snapshot here, then to the bucket, then clear away what it replaces.
+    """Write a snapshot to a local file, then to the bucket, then delete what it replaces.
 
     Args:
-        folder: For temporary files; None for the system's place.
-        node: Keeps it, with its filter; None for neither.
+        folder: For temporary files; None for the system's.
+        node: Keeps the snapshot and its filter on this node; None to keep neither.
     """
     with ExitStack() as files:
         rows_file = files.enter_context(
@@ -248,7 +248,7 @@ async def _write(
             filter_file = files.enter_context(node.new_file(f"{name}{FILTER}", 0))
             await asyncio.to_thread(write_bloom, filter_file, segment.rows)
         pieces = [body[at : at + PART_BYTES] for at in range(0, len(body), PART_BYTES)]
-        with suppress(ConflictError):  # our own, its reply was lost
+        with suppress(ConflictError):  # it is ours, and its reply was lost
             await store.put_if_absent(snapshots_prefix(layout) + str(name), pieces)
         del pieces, body, segment
     removed = 0
@@ -260,7 +260,7 @@ async def _write(
 
 
 async def clear(store: Store, layout: Layout, clock: ServerClock) -> int:
-    """Delete what no reader needs: two snapshots stay that can be read, and deltas since.
+    """Delete what no reader needs: the two newest readable snapshots stay, and deltas since.
 
     Returns:
         How many objects were deleted.
@@ -274,7 +274,7 @@ async def clear(store: Store, layout: Layout, clock: ServerClock) -> int:
         waiting: list[str] = []
         async for name in names:
             waiting.append(name)
-            if len(waiting) == DELETE_AT_A_TIME:  # who may not would list all deltas for nothing
+            if len(waiting) == DELETE_AT_A_TIME:  # early: a refusal ends the listing of deltas
                 removed += await _delete(store, waiting)
                 waiting = []
         return removed + await _delete(store, waiting)
@@ -297,7 +297,7 @@ async def _unneeded(store: Store, layout: Layout, clock: ServerClock) -> AsyncGe
             await rows_in(store, layout, info)
             readable.append(name)
     if len(readable) == 2:
-        # Twice, since whoever reads an older snapshot reads deltas before its name, too.
+        # Twice, since a reader of the older snapshot also reads deltas from before its name.
         prefix, last_s = deltas_prefix(layout), time_s(readable[-1].listed) - 2 * MARGIN_S
         last = first_ulid(last_s)
         async for info in store.list(prefix):
@@ -323,14 +323,14 @@ async def rebuild(
     gone: Sequence[bytes] = (),
     report: Report = unreported,
 ) -> Made:
-    """List all objects and write that as a snapshot; takes no claim.
+    """List all objects and write them as a snapshot; takes no claim.
 
     Args:
-        folder: For temporary files, 60 bytes for each object; None for the system's place.
+        folder: For temporary files, 60 bytes for each object; None for the system's.
         node: Keeps the snapshot on this node; None for the bucket only.
-        listing: What lists the entries, and has not begun; None for ``list_objects``.
-        gone: Digests that are left out; looked at when the listing has ended.
-        report: Told how many objects were listed.
+        listing: Lists the entries, and has not begun; None for ``list_objects``.
+        gone: Digests to leave out; read when the listing has ended.
+        report: Called with the number of listed objects.
 
     Raises:
         UnavailableError: The store does not answer now, or part of the listing is missing.
@@ -361,10 +361,10 @@ def _spill_listed(layout: Layout, infos: Sequence[ObjectInfo], spill: Spill) -> 
 
 
 async def _require_listing(store: Store, layout: Layout) -> None:
-    """Refuse a listing of nothing by a server that lists nothing at all.
+    """Refuse an empty listing by a server that lists nothing at all.
 
     Raises:
-        UnavailableError: It lists no object that is there, such as a proxy's page instead.
+        UnavailableError: It does not list an existing object; a proxy's page may have come instead.
     """
     if await store.head(layout.descriptor) is None:
         return
@@ -377,10 +377,10 @@ async def _require_listing(store: Store, layout: Layout) -> None:
 async def make_listing(
     store: Store, layout: Layout, node: NodeFolder, *, older_s: float = LISTING_EVERY_S
 ) -> Made | None:
-    """List all objects and write that as a snapshot, where the last listing is so old.
+    """List all objects and write them as a snapshot, if the last listing is ``older_s`` old.
 
     Returns:
-        None where it is not, or where another writer is at it.
+        None if it is not, or if another writer does it.
 
     Raises:
         UnavailableError, AccessError, TierError: As rebuild.
@@ -402,10 +402,10 @@ async def make_listing(
 async def _read_all(
     store: Store, layout: Layout, ulids: Sequence[str], spill: Spill, refused: dict[str, str]
 ) -> None:
-    """Spill the rows of some deltas; names of those that cannot be used go to ``refused``.
+    """Spill the rows of some deltas; ``refused`` gets the names of unusable ones.
 
     Raises:
-        UnavailableError, AccessError: One cannot be had now: without it a union were half.
+        UnavailableError, AccessError: A delta cannot be read now, and a union needs all of them.
     """
     left = iter(ulids)
     while some := list(islice(left, _DELTAS_AT_A_TIME)):
@@ -419,10 +419,10 @@ async def _read_all(
 
 
 async def make_union(store: Store, layout: Layout, node: NodeFolder) -> Made | None:
-    """Write the newest snapshot and the deltas since as one snapshot, where that is due.
+    """Write the newest snapshot and the deltas since as one snapshot, if that is due.
 
     Returns:
-        None where it is not due, or where another writer is at it.
+        None if it is not due, or if another writer does it.
 
     Raises:
         UnavailableError, AccessError, TierError: As rebuild.
@@ -450,14 +450,14 @@ async def make_union(store: Store, layout: Layout, node: NodeFolder) -> Made | N
         await _read_all(store, layout, sorted(deltas), spill, refused)
         for problem in refused.values():
             log.warning("left out of the index: %s", problem)
-        # Dates have whole seconds, so what was made just before may have a later name.
+        # Dates have whole seconds, so a snapshot made just before may have a later name.
         made = SnapshotName(base.listed, Names().next(begun_s, at_least=base.ulid))
         parts = _parts(spill, segment)
         return await _write(store, layout, clock, made, parts, folder=node.path, node=node)
 
 
 def is_union_due(deltas: int, rows: int, snapshot_rows: int) -> bool:
-    """Whether so many deltas with so many rows should become a part of the snapshot."""
+    """True if so many deltas with so many rows should be merged into the snapshot."""
     return deltas > UNION_DELTAS or rows > max(UNION_ROWS, UNION_SHARE * snapshot_rows)
 
 
@@ -469,18 +469,18 @@ async def _newest(
     refused: dict[str, str],
     node: NodeFolder | None = None,
 ) -> tuple[SnapshotName, Segment | None]:
-    """The newest snapshot that can be read; none where there is none.
+    """Open the newest readable snapshot; the default name and None if there is none.
 
     Args:
-        files: Frees it.
+        files: Frees the snapshot.
         folder: For temporary files.
-        refused: Gets the names of those that cannot be used, and why.
-        node: May have it already.
+        refused: Gets the names of unusable snapshots, and why.
+        node: May have the snapshot already.
     """
     for name, info in await list_snapshots(store, layout):
         if node is not None:
             with suppress(OSError, CorruptEntryError):
-                # All of it: what this disk has damaged must not become a part of the next one.
+                # All of it: damage by this disk must not get into the next snapshot.
                 return name, await asyncio.to_thread(_checked, node.rows_path(name), layout)
         try:
             file = files.enter_context(anonymous_file(folder))
@@ -499,9 +499,9 @@ def _checked(path: Path, layout: Layout) -> Segment:
 async def _claim(
     store: Store, layout: Layout, clock: ServerClock, task: str, stale_s: float
 ) -> bool:
-    """Claim a task for this process; False where another one has it and may still be at it.
+    """Claim a task for this process; False if another process has it and may still work on it.
 
-    On a server without conditional writes two may have it: one works for nothing.
+    On a server without conditional writes two may have it: then one does needless work.
     """
     prefix = f"{claims_prefix(layout)}{task}-"
     number, taken_s = 0, 0.0
@@ -533,12 +533,12 @@ async def verify(
     """Compare snapshot and deltas with a listing; writes nothing. Raises as rebuild.
 
     Args:
-        look: Gets what the listing found, part by part, sorted; in another thread.
+        look: Called with the listed rows, part by part, sorted; in another thread.
     """
     found = Verified()
     with ExitStack() as files:
         known, listed, young = (files.enter_context(closing(Spill(folder))) for _ in range(3))
-        # The index first: what is announced while objects are listed is no row without an object.
+        # The index first: entries announced during the listing then cannot count as extra rows.
         found.snapshot, base = await _newest(store, layout, files, folder, found.refused)
         deltas = await list_deltas(store, layout, found.snapshot)
         await _read_all(store, layout, sorted(deltas), known, found.refused)
@@ -566,11 +566,11 @@ async def verify(
 
 
 class Maintainer:
-    """Has snapshots made by a child when they are due; for a process that may write.
+    """Lets a child make snapshots when they are due; for a process that may write.
 
-    A union is due by ``is_union_due``, a listing once a day, or once an hour where fetches find
-    nothing. Of a node one process is at it, and of a fleet one node, by claims. After each try,
-    whatever came of it, this process rests for ten minutes.
+    A union is due by ``is_union_due``, a listing once a day, or once an hour while many fetches
+    find nothing. By claims one process of a node does it, and one node of a fleet. After each try,
+    successful or not, this process rests for ten minutes.
 
     Counters: ``index.unions``, ``index.listings`` and ``index.make_failed``.
     """
@@ -586,7 +586,7 @@ class Maintainer:
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Nothing runs before ``run_forever``.
+        """Set up; nothing runs before ``run_forever``.
 
         Args:
             pause: Waits for so many seconds.
@@ -601,7 +601,7 @@ class Maintainer:
         self._clock = clock
 
     async def run_forever(self) -> None:
-        """Look every ten seconds whether a snapshot is due, until cancelled."""
+        """Check every ten seconds whether a snapshot is due, until cancelled."""
         while True:
             await self._pause(LOOK_EVERY_S * jitter.uniform(0.9, 1.1))
             if (job := self.due()) is None:
@@ -618,10 +618,10 @@ class Maintainer:
             await self._pause(UNION_EVERY_S * jitter.uniform(0.9, 1.1))
 
     def due(self) -> Job | None:
-        """What is due, as far as this process knows; no I/O."""
+        """The job that is due, as far as this process knows; no I/O."""
         if not self._index.loaded:
             return None
-        # A clock that is slow is told by the names of others; one that is fast by the child.
+        # Names of other writers correct a clock that is slow; the child corrects one that is fast.
         now_s, counts = max(self._clock(), time_s(self._index.newest)), self._index.counts()
         listed_age_s = now_s - time_s(counts.snapshot.listed)
         older_s = LISTING_SOON_EVERY_S if self._index.wants_listing else LISTING_EVERY_S
@@ -633,7 +633,7 @@ class Maintainer:
         return None
 
     async def make(self, job: Job) -> None:
-        """Run a job, unless another process of this node is at one."""
+        """Run a job, unless another process of this node runs one."""
         claim = await asyncio.to_thread(self._folder.try_claim, "make")
         if claim is None:
             return

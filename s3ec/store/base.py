@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What s3ec asks of a bucket: operations over names relative to a prefix.
+"""The protocol of a store: operations over names relative to a prefix.
 
 Every transport and wrapper implements Store and passes the suite in ``s3ec.testing.contract``.
-Retry, breaker and faults are each a Store around a Store; ``Wrapper`` is what these have in common.
+Retry, breaker and faults are each a Store around a Store; ``Wrapper`` is their common base.
 A large object is read range by range, with several requests under way.
 """
 
@@ -18,7 +18,7 @@ from s3ec.counters import Report, unreported
 from s3ec.errors import CorruptEntryError, S3ECError, UnavailableError
 
 Blob: TypeAlias = bytes | memoryview
-"""Bytes of an object, read-only, one byte an item; a view where the transport holds the memory."""
+"""Bytes of an object, read-only, one byte per item; a view if the transport owns the memory."""
 
 DELETE_AT_A_TIME = 1000
 """Names that one call of delete_many takes; S3's limit of one request."""
@@ -31,7 +31,7 @@ class ObjectInfo:
     Attributes:
         name: Relative to the store's prefix.
         nbytes: Size.
-        modified_s: Last change, seconds since the epoch, 0 where the store does not say.
+        modified_s: Last change, seconds since the epoch; 0 if the store does not say.
     """
 
     name: str
@@ -42,24 +42,24 @@ class ObjectInfo:
 class Store(Protocol):
     """An object store. Safe for use by many coroutines of one event loop.
 
-    Every method may raise UnavailableError (try later) or AccessError (refused); other errors
-    stand beside the method. Names never start with a slash. Absence is None.
+    Every method may raise UnavailableError (try later) or AccessError (refused); each method
+    documents its other errors. Names never start with a slash. Absence is None.
     """
 
     async def get(self, name: str, *, max_bytes: int) -> Blob | None:
-        """The whole object, or None where absent.
+        """Read a whole object; None if absent.
 
         Args:
             max_bytes: Larger objects are refused before their body is read.
 
         Raises:
-            CorruptEntryError: Larger than ``max_bytes`` (reason ``size``). CutBodyError: The body
-                ended before its announced length.
+            CorruptEntryError: The object is larger than ``max_bytes`` (reason ``size``).
+                CutBodyError: The body ended before its announced length.
         """
         ...
 
     async def get_range(self, name: str, start: int, length: int) -> Blob | None:
-        """Bytes ``start`` to ``start + length``, fewer where the object ends; None if absent."""
+        """Read bytes ``start`` to ``start + length``, fewer if the object ends; None if absent."""
         ...
 
     async def put_if_absent(self, name: str, body: Sequence[bytes | memoryview]) -> None:
@@ -71,48 +71,48 @@ class Store(Protocol):
         ...
 
     async def head(self, name: str) -> ObjectInfo | None:
-        """Size and time of an object, or None where absent."""
+        """Size and time of an object; None if absent."""
         ...
 
     def list(self, prefix: str, *, start_after: str = "") -> AsyncIterator[ObjectInfo]:
-        """All objects whose name starts with ``prefix``; pages are fetched as needed.
+        """Yield all objects whose name starts with ``prefix``; pages are fetched as needed.
 
         The order is the server's own; callers may not rely on it. ``start_after`` is sent to
-        the server, which lists what it considers later.
+        the server, which lists names that it considers later.
         """
         ...
 
     async def list_folders(self, prefix: str) -> Sequence[str]:
-        """Names directly below ``prefix`` that hold objects, each with its trailing slash."""
+        """Folders directly below ``prefix`` that hold objects, each with its trailing slash."""
         ...
 
     async def delete(self, name: str) -> None:
-        """Remove an object; absent is fine."""
+        """Remove an object; an absent one is no error."""
         ...
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
-        """Remove objects, with one request where the server has one for that.
+        """Remove objects, in one request if the server supports that.
 
         Args:
-            names: At most DELETE_AT_A_TIME; a name that comes twice counts once.
+            names: At most DELETE_AT_A_TIME; a repeated name counts once.
 
         Returns:
-            For each name that may still be there, why: UnavailableError (ask again) or
-            AccessError. Empty when all are gone; absent is fine.
+            For each name that may still be there, why: UnavailableError (try again) or
+            AccessError. Empty when all are gone; an absent object is no error.
 
         Raises:
-            ValueError: Too many names, or one that is none; nothing was deleted.
-            UnavailableError, AccessError: The request failed as a whole; each of them may be there.
+            ValueError: Too many names, or an invalid one; nothing was deleted.
+            UnavailableError, AccessError: The whole request failed; each object may still be there.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of connections. Further calls are errors of the caller."""
+        """Close the connections. Further calls are errors of the caller."""
         ...
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for what would not lie below the store's prefix."""
+    """Raise ValueError for a name that would not be below the store's prefix."""
     if not name or name.startswith("/"):
         raise ValueError("an object's name is not empty and does not start with a slash")
 
@@ -126,7 +126,7 @@ def check_batch(names: Sequence[str]) -> None:
 
 
 async def delete_each(store: Store, names: Sequence[str]) -> dict[str, S3ECError]:
-    """delete_many by single deletions; the store bounds how many of them are under way."""
+    """Do delete_many by single deletions; the store limits how many are under way."""
     left: dict[str, S3ECError] = {}
 
     async def delete(name: str) -> None:
@@ -140,7 +140,7 @@ async def delete_each(store: Store, names: Sequence[str]) -> dict[str, S3ECError
 
 
 def check_range(start: int, length: int) -> None:
-    """Raise ValueError for a range that a header cannot say, or that servers read differently."""
+    """Raise ValueError for a range that a header cannot express, or that servers differ on."""
     if start < 0 or length < 1:
         raise ValueError("a range starts at 0 or later and has 1 byte or more")
 
@@ -152,7 +152,7 @@ def check_folder_name(prefix: str) -> None:
 
 
 def content_type_of(key: str) -> str:
-    """What a browser or a console should make of an object."""
+    """The content type of an object, for browsers and consoles."""
     return "application/json" if key.endswith(".json") else "binary/octet-stream"
 
 
@@ -172,11 +172,11 @@ class Wrapper:
         return f"{type(self).__name__}({self._inner!r})"
 
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Await one operation; all but ``list``, which is no single request.
+        """Await one operation; any but ``list``, which is not a single request.
 
         Args:
             op: Name of the method of Store.
-            name: Of the object, or the prefix; several names stand one a line.
+            name: Of the object, or the prefix; several names are one per line.
             call: Makes the request; may be called again.
         """
         return await call()
@@ -223,20 +223,20 @@ class Wrapper:
 async def parts_as_they_come(
     store: Store, name: str, ranges: Sequence[range], *, at_a_time: int, first_alone: bool
 ) -> AsyncGenerator[tuple[int, Blob | None], None]:
-    """Part of an object, range by range, each as soon as it is there.
+    """Read ranges of an object in parallel, and yield each as soon as it has arrived.
 
     A caller that may leave early closes it (``contextlib.aclosing``). Requests under way are then
     cancelled, and have ended when that returns.
 
     Args:
         ranges: Offsets in bytes, in order.
-        at_a_time: No range is asked for that lies so many behind the first one that is not done.
-            So the caller may keep what comes early until it is its turn.
-        first_alone: The others are asked for when the caller is done with the first one.
+        at_a_time: Only so many ranges are requested, counted from the first that is not done. So
+            the caller may keep ranges that arrive early until they are needed.
+        first_alone: True to request the others only when the caller is done with the first.
 
     Yields:
-        A range's place in ``ranges``, and what ``get_range`` answered: None where the object is
-        gone. It is done when the next one is asked for.
+        A range's position in ``ranges``, and the result of ``get_range``: None if the object is
+        gone. The range is done when the caller takes the next one.
     """
     under_way: dict[asyncio.Future[Blob | None], int] = {}
     done: set[int] = set()
@@ -252,7 +252,7 @@ async def parts_as_they_come(
             for request in sorted(came, key=under_way.__getitem__):
                 yield under_way[request], request.result()
                 done.add(under_way.pop(request))
-            del came, request  # their bodies would stay in memory while others come
+            del came, request  # their bodies would stay in memory while others arrive
             while first in done:
                 done.discard(first)
                 first += 1
@@ -263,15 +263,15 @@ async def parts_as_they_come(
 
 
 PART_BYTES = 8 * 2**20
-"""Large objects of known size are asked for by ranges of this size."""
+"""Large objects of known size are read in ranges of this size."""
 
 
 class UnorderedListingError(UnavailableError):
-    """A listing broke off that is in no order. After its first entry it cannot go on."""
+    """A listing without order failed. After its first entry it cannot be resumed."""
 
 
 class NoSpaceError(UnavailableError):
-    """The disk of a ``file`` URL is full. Nothing can be written before somebody frees some."""
+    """The disk of a ``file`` URL is full. Nothing can be written until space is freed."""
 
 
 class VanishedError(Exception):
@@ -281,20 +281,20 @@ class VanishedError(Exception):
 async def whole_parts(
     store: Store, name: str, nbytes: int, *, at_a_time: int
 ) -> AsyncGenerator[tuple[int, Blob], None]:
-    """An object of known size in whole ranges, each as soon as it is there.
+    """Read an object of known size in whole ranges; yield each as soon as it has arrived.
 
-    To be closed as parts_as_they_come.
+    The caller closes it as parts_as_they_come.
 
     Args:
         nbytes: Of the object.
         at_a_time: As in parts_as_they_come.
 
     Yields:
-        Where a range begins, and its bytes.
+        The offset of a range, and its bytes.
 
     Raises:
-        VanishedError: It is not in the store.
-        CorruptEntryError: It is shorter.
+        VanishedError: The object is not in the store.
+        CorruptEntryError: The object is shorter.
         UnavailableError, AccessError: The store did not answer.
     """
     ranges = [range(at, min(at + PART_BYTES, nbytes)) for at in range(0, nbytes, PART_BYTES)]
@@ -309,18 +309,18 @@ async def whole_parts(
                     f"{name}: ends at {at + len(part)} of {nbytes} bytes", reason="length"
                 )
             yield at, part
-            del part  # not one more in memory while the next is waited for
+            del part  # or it would stay in memory during the wait for the next
 
 
 async def get_in_parts(
     store: Store, name: str, nbytes: int, *, at_a_time: int, report: Report = unreported
 ) -> bytearray:
-    """A whole object of known size, in memory.
+    """Read a whole object of known size into memory.
 
     Args:
         nbytes: Of the object.
         at_a_time: As in parts_as_they_come.
-        report: Told how many bytes have come.
+        report: Called with the number of bytes that have arrived.
 
     Raises:
         VanishedError, CorruptEntryError, UnavailableError, AccessError: As whole_parts.

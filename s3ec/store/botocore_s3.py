@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket through botocore, in threads: one client, bounded in time, size and concurrency.
 
-The SDK does less here than it could: no retries (time is ours, see retry.py), no following
-of regions (a wrong region is an error that names the right one), no checksum of what is read
-(the object's own is checked by codec). Each request runs in a thread of this store, and a caller
-that gives up breaks it off there, see s3_client.py.
+The SDK does less here than it could: no retries (retry.py does them), no following of regions (a
+wrong region is an error that names the right one), no checksum of reads (codec checks the
+object's own). Each request runs in a thread of this store; a caller that gives up aborts it there,
+see s3_client.py.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ T = TypeVar("T")
 
 # A page of a listing: 1000 entries of a name of up to 1 KiB each, in XML.
 _PAGE_BYTES = 2**21
-# What a server says that has no request for several deletions.
+# Codes of a server that has no request for several deletions.
 _NO_BATCHES = frozenset({"MethodNotAllowed", "NotImplemented"})
-# What a server says that does not know a header of a write.
+# Codes of a server that does not know a header of a write.
 _HEADER_REFUSED = frozenset({"InvalidArgument", "InvalidRequest", "NotImplemented"})
 
 
 class SdkSlot(RequestSlot):
-    """A slot with what the SDK needs.
+    """A slot with the SDK's objects for one request.
 
     Attributes:
-        opened: The SDK's client, and what it works with.
-        exchange: What a thread does for it.
+        opened: The SDK's client, with its credentials and transport.
+        exchange: The exchange of the thread that works for it.
     """
 
     __slots__ = ("exchange", "opened")
@@ -87,7 +87,7 @@ class SdkSlot(RequestSlot):
 
 
 class Form(NamedTuple):
-    """What a write is sent with, apart from its body."""
+    """The optional headers that a write is sent with."""
 
     checksum: bool
     condition: bool
@@ -102,10 +102,10 @@ class BotocoreStore:
 
     Args:
         settings: Where the bucket is and how to reach it.
-        patient: Whether a request waits for credentials as long as a look for them takes.
+        patient: True if a request waits for credentials until a search for them ends.
 
     Attributes:
-        page_size: Entries asked for per page of a listing.
+        page_size: Entries requested per page of a listing.
 
     Raises:
         ConfigError: Profile, region or CA file cannot be used.
@@ -164,14 +164,14 @@ class BotocoreStore:
                         raise
                     refusal = refusal or exc
                 else:
-                    # Only now is it known what the server did not like.
+                    # Only now is it known which header the server refused.
                     self._form, self._form_works = form, True
                     return
             if refusal is not None:
                 raise refusal
 
     def _forms(self) -> Sequence[Form]:
-        """Ways to write, the best first: until one has worked, a server may refuse any header."""
+        """The forms to try, best first: until one has worked, a server may refuse any header."""
         if self._form_works:
             return (self._form,)
         return tuple(
@@ -232,7 +232,7 @@ class BotocoreStore:
 
         def folders_of(page: Any) -> Iterator[str]:
             if any("/" in name.removeprefix(above) for name in _objects_of(page)):
-                # What lies in folders that are not named would be left out of a listing.
+                # A listing would leave out objects in folders that are not named.
                 raise UnavailableError(f"{self._what('LIST', above)}: `delimiter` is not heeded")
             return _folders_of(page)
 
@@ -246,13 +246,13 @@ class BotocoreStore:
             answer = await _unless_absent(self._call(slot, "delete_object", Key=key))
             about = answer["ResponseMetadata"] if answer else {}
             kind = about.get("HTTPHeaders", {}).get("content-type", "")
-            # The SDK looks at no body. A 204 has none, whatever kind some servers give it.
+            # The SDK reads no body. A 204 has none, whatever type some servers give it.
             if kind.startswith("text/html") and about.get("HTTPStatusCode") != 204:
                 raise ResponseParserError("the answer is not an S3 server's")
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
         check_batch(names)
-        # Not every character can stand in the XML of a batch.
+        # The XML of a batch cannot hold every character.
         together = [name for name in dict.fromkeys(names) if name.isprintable()]
         left = await delete_each(self, [name for name in names if not name.isprintable()])
         if self._has_batches and together:
@@ -277,7 +277,7 @@ class BotocoreStore:
         left: dict[str, S3ECError] = {}
         for key in keys.keys() - (told - refused.keys()):
             what = self._what("DELETE", key)
-            # What the answer is silent about may be there.
+            # An object that the response does not name may still be there.
             error: S3ECError | None = UnavailableError(f"{what}: the answer does not tell of it")
             if key in refused:
                 error = error_of_key(refused[key], what, self._region())
@@ -288,7 +288,7 @@ class BotocoreStore:
     async def close(self) -> None:
         async with self._opening:
             opened, self._opened = self._opened, None
-            # Ends what is under way; closing a client does not.
+            # Ends requests under way, which closing a client does not.
             self._slots.close()
             if opened is not None:
                 await opened.credentials.close()
@@ -312,11 +312,11 @@ class BotocoreStore:
 
     @contextlib.asynccontextmanager
     async def _slot(self, verb: str, key: str) -> AsyncIterator[SdkSlot]:
-        """The client, one of the places, a deadline and the error boundary around an operation."""
+        """Provide the client, a place, a deadline and the error boundary of an operation."""
         what = self._what(verb, key)
         with boundary(what, self._region, self._by):
-            # There are as many threads and connections as places, so nothing but what was
-            # given up a moment ago is waited for behind the deadline.
+            # There are as many threads and connections as places, so behind the deadline a request
+            # waits only for requests that were given up a moment ago.
             async with SdkSlot(self._slots, what, await self._open()) as slot:
                 yield slot
 
@@ -331,18 +331,18 @@ class BotocoreStore:
             return self._opened
 
     async def _connect(self) -> Opened:
-        """Make what the first request needs; called under the lock of _open."""
+        """Make the client for the first request; called under the lock of _open."""
         opening = functools.partial(open_client, self._settings, patient=self._patient)
         return await asyncio.get_running_loop().run_in_executor(self._pool, opening)
 
     async def _disconnect(self, opened: Opened) -> None:
-        """Let go of the connections of _connect's client."""
+        """Close the connections of _connect's client."""
         opened.client.close()
         if opened.transport is not None:
             opened.transport.close()
 
     async def _call(self, slot: SdkSlot, operation: str, **params: Any) -> Any:
-        """Have the SDK make a request about the bucket; once more with renewed credentials.
+        """Make a request to the bucket with the SDK; repeat a refused one with other credentials.
 
         Args:
             operation: Name of the client's method.
@@ -350,7 +350,7 @@ class BotocoreStore:
 
         Raises:
             ClientError: The SDK's, for a refusal.
-            ResponseParserError: The SDK's, for what it cannot read.
+            ResponseParserError: The SDK's, for a response that it cannot read.
         """
         call = functools.partial(
             getattr(slot.opened.client, operation), **{"Bucket": self._settings.bucket, **params}
@@ -372,7 +372,7 @@ class BotocoreStore:
         return await self._run(slot, functools.partial(_ask, call))
 
     async def _run(self, slot: SdkSlot, function: Callable[[], T]) -> T:
-        """Have a thread make a call that may wait for the server; cancelled, it ends that wait."""
+        """Call a function in a thread; a cancellation aborts the thread's wait for the server."""
         if self._slots.is_closed:
             raise UnavailableError("the store was closed")
         loop = asyncio.get_running_loop()
@@ -385,10 +385,10 @@ class BotocoreStore:
     async def _get_object(
         self, slot: SdkSlot, key: str, most: int, wanted: range | None = None
     ) -> Blob | None:
-        """Read an object, or a range of its bytes; None where it is absent.
+        """Read an object, or a range of its bytes; None if it is absent.
 
         Args:
-            most: Bytes that may come, of the range where there is one.
+            most: The most bytes that may come, of the object or the range.
 
         Raises:
             ClientError: The SDK's, for any refusal.
@@ -399,22 +399,22 @@ class BotocoreStore:
         if response is None:
             return None
         status, before = response["ResponseMetadata"]["HTTPStatusCode"], 0
-        # `rclone serve s3` sends a range with status 200. Others send the whole object so: they
-        # know no ranges, or have none of an empty body.
+        # `rclone serve s3` sends a range with status 200. Others send the whole object with it:
+        # they do not support ranges, or not those of an empty body.
         if wanted is not None and status != 206 and "ContentRange" not in response:
             before = wanted.start
         most += before
         nbytes: int | None = response.get("ContentLength")
         stream = response["Body"]
         try:
-            if "ETag" not in response:  # a portal's page: no object is bad for that
+            if "ETag" not in response:  # a portal's page, which does not make an object bad
                 raise ResponseParserError("the answer is not an S3 server's")
             slot.expect(nbytes, most)
         except (CorruptEntryError, ResponseParserError):
             stream.close()
             raise
         try:
-            # A body sent in chunks has a length that nobody told.
+            # A body sent in chunks has no announced length.
             limit = most + 1 if nbytes is None else None
             body: bytes = await self._run(slot, functools.partial(self._read, stream, limit))
         except (IncompleteReadError, ResponseStreamingError) as exc:
@@ -426,33 +426,33 @@ class BotocoreStore:
         return body[before:]
 
     def _read(self, stream: Any, most: int | None) -> Any:
-        """In a thread: at most so many bytes of a body."""
+        """Read at most ``most`` bytes of a body; in a thread."""
         with contextlib.closing(stream):
             return read_piece(stream, most)
 
     async def _put_object(
         self, slot: SdkSlot, key: str, body: Sequence[bytes | memoryview], form: Form
     ) -> None:
-        """Send an object that may not exist yet.
+        """Send an object that must not exist yet.
 
         Raises:
             ClientError: The SDK's, for any refusal.
         """
-        # The SDK wants one buffer; an only piece of type bytes is not copied.
+        # The SDK takes one buffer; a single piece of type bytes is not copied.
         whole = body[0] if len(body) == 1 and isinstance(body[0], bytes) else b"".join(body)
         extra = encryption(self._settings)
         if form.condition:
             extra["IfNoneMatch"] = "*"
         if form.checksum:
-            # As a header of our own: the SDK's would be a trailer over HTTPS, in a chunked
-            # encoding that several S3-compatible servers do not understand.
+            # Our own header: the SDK's would be a trailer over HTTPS, in a chunked encoding that
+            # several S3-compatible servers do not understand.
             crc = await asyncio.to_thread(zlib.crc32, whole)
             extra["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
         response = await self._call(
             slot,
             "put_object",
             Key=key,
-            # Shares the memory of `whole`; as bare bytes it would be written in one go.
+            # Shares the memory of `whole`; plain bytes would be written at once.
             Body=io.BytesIO(whole),
             ContentType=content_type_of(key),
             **extra,
@@ -463,11 +463,11 @@ class BotocoreStore:
     async def _pages(
         self, prefix: str, extra: dict[str, str], items_of: Callable[[Any], Iterator[T]]
     ) -> AsyncIterator[Sequence[T]]:
-        """The items of each page of a listing.
+        """Yield the items of each page of a listing.
 
         Args:
             extra: Arguments for the SDK.
-            items_of: Takes the items out of the SDK's page.
+            items_of: Extracts the items from the SDK's page.
         """
         token, first = "", None
         while True:
@@ -485,13 +485,13 @@ class BotocoreStore:
                 with reading_answer():
                     names = (*_objects_of(page), *_folders_of(page))
                     if not all(name.startswith(self._root + prefix) for name in names):
-                        # Whoever deletes what is listed would delete what others hold.
+                        # A deletion of all listed names would delete objects of others.
                         raise UnavailableError(f"{slot.what}: other names were listed")
                     items = list(items_of(page))
-            # An empty page must be an S3 server's word: what is not listed may get deleted.
+            # An empty page must come from an S3 server: entries that are not listed may be deleted.
             if "IsTruncated" not in page:
                 raise UnavailableError(f"{slot.what}: the answer is not a listing")
-            if items and items[0] == first:  # each time with another token, or it would never end
+            if items and items[0] == first:  # with a new token each time it would never end
                 raise UnavailableError(f"{slot.what}: the listing does not advance")
             first = next(iter(items), first)
             yield items
@@ -503,7 +503,7 @@ class BotocoreStore:
 
 
 def _ask(call: Callable[[], Any]) -> Any:
-    """In a thread: the SDK's call, which reads the answer's head."""
+    """Make the SDK's call, which reads the response's head; in a thread."""
     with reading_answer():
         return call()
 
@@ -517,13 +517,13 @@ def _folders_of(page: Any) -> Iterator[str]:
 
 
 def _written_s(entry: Any) -> float:
-    """When an object was written by an answer of the SDK, Unix time; 0 where it does not say."""
+    """When an object was written, from a response of the SDK, Unix time; 0 if it does not say."""
     modified = entry.get("LastModified")
     return float(modified.timestamp()) if modified else 0.0
 
 
 async def _unless_absent(request: Awaitable[T]) -> T | None:
-    """What a request about an object brings; None where there is no such object."""
+    """The result of a request for an object; None if there is no such object."""
     try:
         return await request
     except ClientError as exc:

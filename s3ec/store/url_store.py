@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A corpus outside S3: a bucket of Google or Azure, or a folder, all of it through obstore.
 
-Credentials are what obstore finds by itself: GOOGLE_ and AZURE_ variables, files of the clouds'
-own tools, an instance's identity. The type of an error tells what it means, and where it does not,
-a look does: at the object's size, at the folder's disk. In a folder no symbolic link is followed.
-Checked with obstore 0.12.
+obstore finds credentials by itself: GOOGLE_ and AZURE_ variables, files of the clouds' own tools,
+an instance's identity. The type of an error gives its meaning; if it does not, a check of the
+object's size or the folder's disk does. In a folder no symbolic link is followed. Checked with
+obstore 0.12.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from s3ec.store.obstore_runtime import held
 from s3ec.store.s3 import OBSTORE_ERRORS, http_options, is_panic, read_result
 from s3ec.store.s3_errors import one_line
 
-# obstore's names for what it is still writing.
+# obstore's names for files that it is still writing.
 _UNFINISHED = re.compile(r"#\d+$")
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG})
 
 
 class AbsentError(AccessError):
-    """There is no such object; where none was asked for, no such bucket."""
+    """There is no such object; in a request without an object, no such bucket."""
 
 
 class UntoldError(UnavailableError):
-    """Obstore failed, and the type of its error tells no more."""
+    """Obstore failed, and the type of its error does not tell why."""
 
 
 @contextlib.contextmanager
 def plain_errors(what: str) -> Iterator[None]:
-    """Let no error of obstore out of this block; ``what`` begins every message."""
+    """Map every error of obstore in this block to ours; ``what`` begins every message."""
     try:
         yield
     except TimeoutError as exc:  # a deadline of ours
@@ -93,21 +93,21 @@ def _meaning(exc: Exception, what: str) -> S3ECError:
 
 
 class RealFolder:
-    """Looks at the names below ``root``. Every method touches the disk.
+    """Checks names below ``root``. Every method reads the disk.
 
-    It keeps out links that lie there, and what is no file: to open a pipe may take for ever.
-    Somebody who may write to the folder can still make one between the look and the use.
+    It refuses existing links, and whatever is not a file: to open a pipe may take for ever. A
+    process that may write to the folder can still make one between the check and the use.
     """
 
     def __init__(self, root: str) -> None:
         self._root = root
 
     def require(self, key: str) -> None:
-        """Refuse a name that leads over a link or to no file, or that obstore keeps for itself.
+        """Refuse a name that leads over a link or to no file, or that obstore reserves.
 
         Raises:
-            AccessError: It is one, or the file system refuses it.
-            AbsentError: A file stands where it has a folder.
+            AccessError: It is such a name, or the file system refuses it.
+            AbsentError: A file is where the name has a folder.
             UnavailableError: The disk failed.
         """
         if _UNFINISHED.search(key):
@@ -126,7 +126,7 @@ class RealFolder:
             raise _refusal("it is no file", "NoFile")
 
     def why_not_written(self, nbytes: int) -> S3ECError | None:
-        """What kept obstore from writing so many bytes; None where that cannot be seen."""
+        """Find why obstore could not write ``nbytes``; None if the cause is unknown."""
         with contextlib.suppress(OSError):
             disk = os.statvfs(self._root)
             if disk.f_bavail * disk.f_frsize < nbytes:
@@ -136,7 +136,7 @@ class RealFolder:
         return None
 
     def real(self, keys: Iterable[str]) -> set[str]:
-        """Those of some names that lead over no link."""
+        """Return those of some names that lead over no link."""
         is_link = functools.cache(os.path.islink)
 
         def is_real(key: str) -> bool:
@@ -146,7 +146,7 @@ class RealFolder:
         return {key for key in keys if is_real(key)}
 
     def with_files(self, folders: Sequence[str]) -> list[str]:
-        """Those of some folders that hold a file at any depth, links aside."""
+        """Return those of some folders that hold a file at any depth; links do not count."""
         return [
             folder
             for folder in folders
@@ -182,10 +182,10 @@ class UrlStore:
     refuses. The folder of a ``file`` URL must exist, as a bucket must.
 
     Attributes:
-        page_size: Entries asked for per page of a listing.
+        page_size: Entries requested per page of a listing.
 
     Raises:
-        ConfigError: obstore refuses what the environment says about this cloud.
+        ConfigError: obstore refuses the environment's settings for this cloud.
     """
 
     page_size = 1000
@@ -313,7 +313,7 @@ class UrlStore:
         check_batch(names)
         keys = [self._key(name) for name in dict.fromkeys(names)]
         if self._folder is None and keys:
-            # One of them may be refused or absent, and it does not say which.
+            # One of them may be refused or absent, and the error does not name it.
             with contextlib.suppress(AccessError):
                 async with self._slot("DELETE", f"{keys[0]} and {len(keys) - 1} more") as slot:
                     slot.extend(_PAGE_BYTES)
@@ -323,7 +323,7 @@ class UrlStore:
 
     async def close(self) -> None:
         self._slots.close()
-        # obstore closes a client's connections when nothing holds it any more.
+        # obstore closes a client's connections when no reference to it is left.
         self._client = None
 
     def _key(self, name: str) -> str:
@@ -340,7 +340,7 @@ class UrlStore:
 
     @contextlib.asynccontextmanager
     async def _slot(self, verb: str, key: str) -> AsyncIterator[RequestSlot]:
-        """One of the slots, a deadline and the error boundary of one request."""
+        """Provide a slot, a deadline and the error boundary of one request."""
         what = f"{verb} {self._corpus.scheme}://{self._corpus.bucket or self._corpus.prefix}/{key}"
         self._slots.check_loop()
         with plain_errors(what):
@@ -359,7 +359,7 @@ class UrlStore:
             ) from exc
 
     async def _check_rights(self, exc: UnavailableError) -> None:
-        """After a listing that failed: ask for an object, whose refusal has a type.
+        """Request an object after a listing failed, since its refusal has a type.
 
         Raises:
             AccessError: These credentials are refused.
@@ -391,7 +391,7 @@ def cloud_client(settings: Settings) -> GCSStore | AzureStore:
     options = http_options(settings)
     if settings.ca_bundle is not None:
         options["root_certificate"] = certificates(settings.ca_bundle)
-    # Retries are a wrapper of ours.
+    # Our wrapper retries.
     common: Any = {"client_options": options, "retry_config": {"max_retries": 0}}
     corpus = settings.corpus
     try:
