@@ -26,6 +26,7 @@ from s3ec.cli.output import (
     App,
     counting,
     human_bytes,
+    json_text,
     note_page,
     print_json,
     print_json_line,
@@ -157,7 +158,10 @@ def stat(
         if verify:
             corpus.get(entry) or _deleted()
     about = {"verified": "(every byte)" if verify else "(the header only; --verify reads all)"}
-    show(_document(entry, verify), as_json=as_json, hide={"label"}, about=about)
+    document = _document(entry, verify)
+    if not as_json and document.get("placeholder"):
+        document["placeholder"] = json_text(document["placeholder"])  # lists in it, too
+    show(document, as_json=as_json, hide={"label"}, about=about)
 
 
 def _find(corpus: Corpus, source: SettingsSource, identifier: str) -> CorpusEntry:

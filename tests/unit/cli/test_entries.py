@@ -104,7 +104,9 @@ def test_stat_shows_the_header(cli: Cli, corpus: Corpus) -> None:
     assert found["placeholder"] == {"image_grid_thw": [1, 2, 2]}
     assert not found["verified"]
     assert cli.json("stat", identifier, "--verify")["verified"]
-    assert re.search(r"^rows +4$", cli("stat", identifier).stdout, re.M)
+    shown = cli("stat", identifier).stdout
+    assert re.search(r"^rows +4$", shown, re.M)
+    assert re.search(r'^placeholder +{"image_grid_thw": \[1, 2, 2\]}$', shown, re.M)
     assert found["made_by"] is None
     made_by = "vllm=0.32.0 platform=cpu"
     corpus.entry(name, identifier, entry_bytes(identifier, name, made_by=made_by))
