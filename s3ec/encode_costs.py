@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What encoding costs on this machine, learned in the running engine.
+"""The cost of encoding on this machine, learned in the running engine.
 
-The worker measures, see ``connector/worker.py``. Where scheduler and worker are one process they
+The worker measures, see ``connector/worker.py``. If scheduler and worker are one process, they
 share one ``EncodeCosts``. Else the scheduler learns from the workers' reports.
 """
 
@@ -11,17 +11,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Before anything was encoded: for one item, whatever its size.
+# The estimate before the first encode: for one item, whatever its size.
 PRIOR_ENCODE_S = 0.05
 # Weight of a new sample among the earlier ones of its kind.
 _NEW_WEIGHT = 0.2
-# Encodes that only teach what encoding costs, for each kind.
+# Encodes of each kind that only serve to measure the cost.
 _MOST_EXPLORED = 3
-# An engine that has encoded nothing of a kind for so long, and for so many requests, does so again.
-# Fewer requests would see it in what one in a hundred takes.
+# A kind that was not encoded for this long, and for this many requests, is measured again. With
+# fewer requests the extra encode would show in their 99th percentile.
 _STALE_S = 600.0
 _STALE_REQUESTS = 300
-# A sample counts for at most so many times what was learned: a hiccup says nothing.
+# A sample counts as at most this many times the learned value: an outlier says nothing.
 _MOST_TIMES = 5.0
 # Modalities are few, and sizes are powers of two.
 _MOST_KINDS = 256
@@ -31,7 +31,7 @@ _Kind = tuple[str, int]
 
 @dataclass(slots=True)
 class _Unseen:
-    """Since a kind was last encoded: when that was, the last question, and how many requests."""
+    """A kind that is not encoded: since when, the last request for it, and their number."""
 
     began_s: float
     asked_s: float = -math.inf
@@ -39,13 +39,13 @@ class _Unseen:
 
 
 class EncodeCosts:
-    """What encoding costs, by modality and size: seconds per row, learned from the worker.
+    """The cost of encoding, by modality and size: seconds per row, learned from the worker.
 
     Sizes fall into classes by powers of two. A class that was never seen takes the nearest one of
     its modality; a modality that was never seen takes PRIOR_ENCODE_S per item.
 
-    Safe to use from any thread without a lock: what threads share is replaced and not changed,
-    but for single values. A sample may be lost where two come at once.
+    Safe to use from any thread without a lock: shared data is replaced, not changed, except single
+    values. Of two concurrent samples one may be lost.
     """
 
     def __init__(self, known: Mapping[tuple[str, int], float] | None = None) -> None:
@@ -55,11 +55,11 @@ class EncodeCosts:
         self._seen: set[_Kind] = set()
         self._explored: dict[_Kind, int] = {}
         self._unseen: dict[_Kind, _Unseen] = {}
-        # To be learned anew: the next sample counts for all before it.
+        # Kinds to learn again: the next sample replaces all before it.
         self._stale: set[_Kind] = set()
 
     def add(self, modality: str, rows: int, seconds: float, *, items: int = 1) -> None:
-        """The encoder took so long for so many rows, of one item or of several alike."""
+        """Add a sample: seconds of the encoder for rows of one item, or of several alike."""
         if rows < items or items <= 0 or not 0.0 < seconds < math.inf:
             return
         kind = (modality, (rows // items).bit_length())
@@ -68,7 +68,7 @@ class EncodeCosts:
         known = self._row_s.get(kind)
         if kind not in self._seen:
             self._seen.add(kind)
-            self._explored.pop(kind, None)  # all of those may have been in this one sample
+            self._explored.pop(kind, None)  # this one sample may have used up all of them
             return
         if known is None:
             if len(self._row_s) < _MOST_KINDS:
@@ -80,7 +80,7 @@ class EncodeCosts:
         self._stale.discard(kind)
 
     def known_s(self, modality: str, rows: int) -> float | None:
-        """What one item of this size is expected to take; None where nothing like it was seen."""
+        """Return the expected seconds for one item of this size; None without any sample."""
         size = rows.bit_length()
         learned = self._row_s
         row_s = learned.get((modality, size))
@@ -96,20 +96,20 @@ class EncodeCosts:
         return row_s * rows
 
     def cost_s(self, modality: str, rows: int) -> float:
-        """The same, with a first guess where nothing is known."""
+        """As known_s, but with a first guess in place of None."""
         known_s = self.known_s(modality, rows)
         return PRIOR_ENCODE_S if known_s is None else known_s
 
     def explore(self, modality: str, rows: int, now: float = 0.0, *, in_doubt: bool = True) -> bool:
-        """Whether an item should be encoded so that its cost becomes known.
+        """Return True if an item should be encoded to measure its cost.
 
-        A few times for each kind: the first sample does not count, and what has been encoded for
-        this is reported some steps later, if at all. And once where a known kind was not encoded
-        for ten minutes: what was learned wrong would stay so for ever.
+        A few times for each kind: the first sample does not count, and such an encode is reported
+        some steps later, if at all. Also once after a known kind was not encoded for ten minutes:
+        else a wrong estimate would stay for ever.
 
         Args:
             now: Monotonic seconds.
-            in_doubt: Another cost could change an answer.
+            in_doubt: True if another cost could change a decision.
         """
         kind = (modality, rows.bit_length())
         if kind in self._row_s:
@@ -130,5 +130,5 @@ class EncodeCosts:
 
     @property
     def document(self) -> dict[str, float]:
-        """What was learned: seconds per row by ``modality:size class``."""
+        """The learned costs: seconds per row by ``modality:size class``."""
         return {f"{modality}:{size}": row_s for (modality, size), row_s in self._row_s.items()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies what a replica lacks there: entries that came from home, and the index.
+"""Copies missing objects to a replica: entries that came from home, and the index.
 
-This makes the replication of buckets optional. Nothing waits for a copy. What goes wrong is a copy
-that is left out, and counted.
+This makes the replication of buckets optional. Nothing waits for a copy. A copy that fails is left
+out, and counted.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from s3ec.tier.open_entry import OpenEntry
 log = logging.getLogger(__name__)
 
 MIRROR_EVERY_S = 300.0
-"""How often a node looks whether the replica has the index."""
-_LOADED_S = 1.0  # how often it is looked whether there is an index
+"""How often a node checks whether the replica has the index."""
+_LOADED_S = 1.0  # how often it checks whether the index is loaded
 _MOST_WAITING = 100_000  # keys
 _MAX_RECORD_BYTES = 2**21
 
 
 class Filler:
-    """Copies to one replica; one object at a time, behind everything else. The loop's thread only.
+    """Copies to one replica; one object at a time, paced. The loop's thread only.
 
     Counters: ``place.NAME.filled`` and ``.unfilled`` (copies that failed, found no
     room in the queue, or whose entry was evicted or damaged).
@@ -55,13 +55,14 @@ class Filler:
         mirrors: bool = True,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Nothing runs yet.
+        """Start no task yet.
 
         Args:
-            home: Where records and deltas are read.
+            home: Store that records and deltas are read from.
             open_entry: Opens an entry of this node's disk; blocking.
-            mirrors: The replica is a bucket, and takes the index, too.
-            pause: Waits for so many seconds.
+            bytes_per_minute: The pace of copies.
+            mirrors: True if the replica is a bucket, and takes the index, too.
+            pause: Waits for the given seconds.
         """
         self.mirrors = mirrors
         self._place = place
@@ -77,7 +78,7 @@ class Filler:
         self._refused = False
 
     def offer(self, key: Key) -> None:
-        """An entry was fetched: copy it if the replica lacks it. Never waits."""
+        """Queue a copy of a fetched entry if the replica lacks it. Never waits."""
         if self._refused or not self._place.lacks(self._layout.object(key)):
             return
         if len(self._waiting) >= _MOST_WAITING:
@@ -88,7 +89,7 @@ class Filler:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="s3ec-fill")
 
     def close(self) -> None:
-        """Leave out what waits; the loop's thread."""
+        """Drop queued copies, and cancel the running one; the loop's thread."""
         self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
@@ -113,7 +114,7 @@ class Filler:
             self._place.has(name)
 
     def _read(self, key: Key) -> bytes | None:
-        """The bytes of an entry, which were verified when it came; blocking."""
+        """Return the bytes of an entry, which were verified on arrival; blocking."""
         entry = self._open_entry(key)
         return None if entry is None else os.pread(entry.fd, entry.nbytes, 0)
 
@@ -132,15 +133,15 @@ class Filler:
                 self._refused = True
                 self._waiting.clear()
                 log.warning("%s takes no copies until the next start: %s", self._place.name, exc)
-        # The pace, also of copies that a full place refuses: they were sent. It is also what a
-        # burst ends in: the queue overflows.
+        # The pace also covers copies that a full place refuses: they were sent. It also bounds a
+        # burst: the queue overflows.
         await self._pause(nbytes / self._bytes_per_s)
         return is_there
 
     # -- the index -------------------------------------------------------------------------------
 
     async def mirror_forever(self, index: ManifestIndex, folder: NodeFolder) -> None:
-        """Look every five minutes whether the replica has the index, until cancelled."""
+        """Check every five minutes whether the replica has the index, until cancelled."""
         while not index.loaded:
             await self._pause(_LOADED_S)
         while not self._refused:
@@ -152,7 +153,7 @@ class Filler:
             await self._pause(MIRROR_EVERY_S * jitter.uniform(0.5, 1.5))
 
     async def mirror(self, index: ManifestIndex, folder: NodeFolder) -> None:
-        """Copy records, deltas and the snapshot that this node has and the replica lacks.
+        """Copy records, deltas and the snapshot of this node that are missing on the replica.
 
         Raises:
             UnavailableError, AccessError: The replica cannot be listed, or home read.
@@ -179,7 +180,7 @@ class Filler:
         path = folder.rows_path(snapshot)
         try:
             whole = memoryview(await asyncio.to_thread(safetensors_file.map_file, path))
-        except OSError:  # a newer one has taken its place
+        except OSError:  # a newer snapshot has replaced it
             return
         pieces = [whole[at : at + PART_BYTES] for at in range(0, len(whole), PART_BYTES)]
         await self._put(name, pieces)

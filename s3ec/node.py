@@ -49,18 +49,18 @@ from s3ec.tier.tier import Tier
 
 log = logging.getLogger(__name__)
 
-# How often the set of entries on this node's disk is read again, since other processes evict. What
-# they put there is heard of at once.
+# How often the set of entries on this node's disk is read again, since other processes evict. New
+# entries of theirs are announced at once.
 _RESCAN_S = 600.0
-# How often the figures of the gauges are looked at anew, and how often the disk is asked for one.
+# How often the gauges are updated, and how often one of them is read from the disk.
 _LEVELS_EVERY_S = 1.0
 _TIER_BYTES_EVERY_S = 10.0
-# For the few folders and files that are looked at and made at the start.
+# For the few folders and files that are checked and created at the start.
 _OPEN_TIMEOUT_S = 30.0
-# The bucket has answered lately where a refresh succeeded within so many intervals and seconds.
+# The bucket counts as reachable if a refresh succeeded within this many intervals and seconds.
 _FRESH_REFRESHES = 4
 _FRESH_S = 10.0
-# Looks whether the store may be asked again come no closer than this.
+# The shortest pause between two probes of a store that is down.
 _BETWEEN_PROBES_S = 0.5
 
 
@@ -73,18 +73,18 @@ class Node:
     States: made, following the bucket and the folder from ``follow_the_bucket`` on, closed for
     good by ``close``. The last user's ``release`` closes a shared node.
 
-    A node belongs to the process that made it. A forked child has none of its threads, and nobody
-    to give back what they had locked, so there nothing of it may be used: hooks answer like a miss,
-    ``shared`` makes another, and ``release`` and ``close`` leave it alone. It is kept there, since
-    the ends of some of its parts would reach the parent's connections.
+    A node belongs to the process that made it. A forked child has none of its threads, so no thread
+    releases their locks, and the child must not use it: hooks answer like a miss, ``shared`` makes
+    another, and ``release`` and ``close`` do nothing. The child keeps the object, since the
+    destructors of some parts would reach the parent's connections.
 
     Attributes:
-        process: Which process of this line of forks made it, see ``runtime.process_number``. Hooks
-            compare the two numbers themselves.
+        process: Number of the process that made it, see ``runtime.process_number``. Hooks compare
+            the two numbers themselves.
         users: Halves that share it.
-        encode_costs: What encoding costs here, by what was measured in this process or reported.
-        levels: What the gauges say, by counter; replaced as a whole each second where anybody
-            keeps them, see ``keep_levels``. For reading.
+        encode_costs: Cost of encoding here, measured in this process or reported by workers.
+        levels: Gauge values, by counter; replaced as a whole each second once ``keep_levels`` was
+            called. Read-only.
     """
 
     _shared: ClassVar[dict[tuple[int, str, str], Node]] = {}
@@ -97,10 +97,10 @@ class Node:
 
     @classmethod
     def shared(cls, settings: Settings, namespace: Namespace) -> Node:
-        """This process's node for these settings; pair with release().
+        """Return this process's node for these settings; pair with release().
 
-        vLLM puts scheduler and worker into one process unless it runs tensor parallel: they
-        share one client, one index and one set of counters then.
+        vLLM puts scheduler and worker into one process unless it runs tensor parallel: then they
+        share one client, one index and one set of counters.
         """
         with cls._sharing():
             slot = (runtime.process_number, namespace.name, settings.model_dump_json())
@@ -136,10 +136,10 @@ class Node:
 
         Args:
             settings: This process's settings.
-            namespace: What this engine reads and writes.
+            namespace: The namespace that this engine reads and writes.
             store: The bucket, without retries; opened from the settings if None.
-            endpoint: Its health and limits; None for those of the settings.
-            name: The loop thread's.
+            endpoint: The bucket's health and limits; None for those of the settings.
+            name: Name of the loop thread.
 
         Raises:
             ConfigError: The settings cannot work, such as an unknown profile, or the namespace
@@ -218,11 +218,11 @@ class Node:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether a parent of this process made it."""
+        """True if a parent of this process made it."""
         return self.process != runtime.process_number
 
     def follow_the_bucket(self) -> None:
-        """Start reading the index, again whenever it is due; returns at once."""
+        """Start to read the index, and to refresh it when due; returns at once."""
         self._following.append(self.loop.submit(self._refresh_forever()))
         self._following.append(self.loop.submit(self._follow_the_folder()))
         self._following.append(self.loop.submit(self._watch_tier_bytes()))
@@ -237,10 +237,10 @@ class Node:
         for filler in self._fillers:
             filler.offer(key)
 
-    # -- what the gauges say -----------------------------------------------------------------
+    # -- gauges ------------------------------------------------------------------------------
 
     def keep_levels(self, source: Callable[[], Mapping[str, float]]) -> None:
-        """Have ``levels`` hold what this says, too, from a second on; returns at once.
+        """Add a source of gauges to ``levels``, which is updated each second; returns at once.
 
         Args:
             source: Called in the loop's thread each second; must not wait.
@@ -260,7 +260,7 @@ class Node:
             await asyncio.sleep(_LEVELS_EVERY_S)
 
     def _levels(self) -> dict[str, float]:
-        """Of the parts that all processes of the node have alike; one of them tells of these."""
+        """Return gauges that are equal in all processes of the node; one process reports them."""
         found = {"level.tier_budget_bytes": float(self.settings.cache_bytes), **self.index.levels()}
         if self._tier_bytes is not None:
             found["level.tier_bytes"] = self._tier_bytes
@@ -274,7 +274,7 @@ class Node:
             await asyncio.sleep(_TIER_BYTES_EVERY_S)
 
     def maintain_the_index(self) -> None:
-        """Start making snapshots of the index when they are due; for who follows and may write."""
+        """Start to make index snapshots when due; for a process that follows and may write."""
         maintainer = Maintainer(
             *(self.index, self.layout, self._index_folder, self._index_jobs, self.counters)
         )
@@ -289,7 +289,7 @@ class Node:
                         await self._probe()
                     await self.index.refresh()
                     answered_s = self.index.answered_s()
-                    # Not by a poll that asks nothing, which never fails.
+                    # A refresh without a request never fails, so it proves nothing.
                     if answered_s is not None and answered_s < self.index.poll_s:
                         complained = False
                     await self._know_records()
@@ -302,17 +302,17 @@ class Node:
             await asyncio.sleep(pause_s * jitter.uniform(0.9, 1.1))
 
     async def _know_records(self) -> None:
-        """Read the records of what is here, so that it can be granted at once."""
+        """Read the records of the residents' modalities, so that they can be granted at once."""
         for modality in list(self.residents.modalities):
             with suppress(UnavailableError, AccessError):  # says nothing about the index
                 await self.records.get_soon(modality, 0.0)
 
     def _may_grant(self, header: Header) -> bool:
-        """Whether an entry that was verified before may be granted at once; memory only.
+        """Return True if an entry that was verified before may be granted at once; memory only.
 
-        Should it have rotted since, its load needs the bucket's copy. So the bucket must have
-        answered lately: a refresh of this node. Never where a folder stands for the bucket, which
-        may lie on the disk that rots.
+        If it has rotted since, its load needs the bucket's copy. So the bucket must have answered a
+        refresh of this node recently. Never if the bucket is a local folder, which may lie on the
+        same bad disk.
         """
         answered_s = self.index.answered_s()
         if answered_s is None or answered_s > self._fresh_s:
@@ -321,14 +321,15 @@ class Node:
         return record is not None and record == Record(header.shape.width, header.shape.dtype)
 
     async def _probe(self) -> None:
-        """One small request that the breaker may let through, also where nobody else asks.
+        """Send one small request that the breaker may let through, even if there are no others.
 
-        A read, because a rest from reads ends by one; the descriptor is there once anything is.
+        It is a read, because the breaker's rest from reads ends with one; the descriptor exists
+        once anything is stored.
         """
         await self.store.get(self.layout.descriptor, max_bytes=DESCRIPTOR_BYTES)
 
     async def _follow_the_folder(self) -> None:
-        # Before the walk, so that nothing falls between the two.
+        # Before the walk, so that no entry is missed between the two.
         await asyncio.to_thread(self._news.start)
         while True:
             with contained(self.counters, "tier scan"):
@@ -350,7 +351,7 @@ class Node:
             task.cancel()
         try:
             self._end_loop(timeout_s)
-        finally:  # or its files and locks would stay for as long as the process
+        finally:  # else its files and locks would stay until the process ends
             try:
                 call_within(timeout_s, self.tier.close)
             except TimeoutError:
@@ -375,11 +376,11 @@ class Node:
 
 
 def refresh_pause_s(interval_s: float, breaker: Health) -> float:
-    """How long to wait before the index is read again, and the store is probed."""
+    """Return how long to wait before the index is read again, and the store is probed."""
     if not breaker.is_open:
         return interval_s
-    # Nothing is left to wait for while another probe is out, which a silent server lets last for
-    # seconds.
+    # The breaker's pause may be 0 while another probe is running, which may take seconds with a
+    # silent server.
     return min(interval_s, max(breaker.pause_s, _BETWEEN_PROBES_S) + 0.05)
 
 
@@ -391,10 +392,10 @@ def open_tier(
     evicts: bool = True,
     check_values: bool = False,
 ) -> Tier:
-    """Open this node's tier, or fail in time where the disk does not answer. Blocking.
+    """Open this node's tier, or fail in time if the disk does not answer. Blocking.
 
     Args:
-        check_values: Have entries hashed as they are opened, also where ``verify`` does not say so.
+        check_values: True to hash entries as they are opened, even if ``verify`` does not ask so.
 
     Raises:
         TierError: The folder cannot be used, or does not answer; names the fix.
@@ -406,8 +407,8 @@ def open_tier(
         budget_bytes=int(settings.cache_bytes),
         min_free_bytes=int(settings.min_free_bytes),
         counters=counters,
-        # The worker hashes what it reads as well, but then it is too late for a miss: should the
-        # bucket not answer, the engine ends.
+        # The worker hashes its reads as well, but then it is too late for a miss: if the bucket
+        # does not answer, the engine ends.
         check_values=check_values or settings.verify == "always",
         evicts=evicts,
     )
@@ -433,7 +434,7 @@ def _naming(settings: Settings, namespace: Namespace) -> KeyPolicy:
 
 
 def _span_attributes(settings: Settings, namespace: str) -> dict[str, str | int]:
-    """What every span says, by OpenTelemetry's names where there are any (semconv 1.30)."""
+    """Return the attributes of every span, with OpenTelemetry's names if any (semconv 1.30)."""
     found: dict[str, str | int] = {"s3ec.namespace": namespace}
     if settings.url is not None:
         return found
@@ -447,8 +448,8 @@ def _span_attributes(settings: Settings, namespace: str) -> dict[str, str | int]
 
 
 def destination_of(settings: Settings) -> str:
-    """16 hex digits for where saves go: namespaces are the same in every bucket, spools not."""
+    """Return 16 hex digits that identify the bucket of saves: a namespace may be in several."""
     where = [settings.endpoint_url, settings.bucket, settings.prefix]
-    if settings.url:  # not always: entries of S3 that wait on disk keep their names
+    if settings.url:  # only then, so that spooled entries for S3 keep their names
         where = [settings.url]
     return hashlib.sha256(canonical_json(where).encode()).hexdigest()[:16]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry spans of fetches and saves, where somebody has set up tracing in this process.
+"""OpenTelemetry spans of fetches and saves, if tracing is set up in this process.
 
-vLLM does so in each of its processes with ``--otlp-traces-endpoint`` (0.32, ``vllm/tracing``), and
-so may any program. Nothing is imported here: a process without tracing has not imported the API
-either. A span is made when its work has ended, by the thread that did it, and never in a hook. It
-has no parent, since one fetch serves many requests.
+vLLM sets it up in each of its processes with ``--otlp-traces-endpoint`` (0.32, ``vllm/tracing``),
+and so may any program. This module imports nothing for it: a process without tracing has not
+imported the API either. A span is made when its work has ended, by the thread that did it, and
+never in a hook. It has no parent, since one fetch serves many requests.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Work:
 
     Attributes:
         began_ns: Nanoseconds since the epoch.
-        counts: What its parts have noted, such as ``retries``.
+        counts: Counts noted during the work, such as ``retries``.
     """
 
     __slots__ = ("began_ns", "counts")
 
     def __init__(self) -> None:
-        """It begins now."""
+        """Begin now."""
         self.began_ns = time.time_ns()
         self.counts: dict[str, int] = {}
 
@@ -43,7 +43,7 @@ _work: ContextVar[Work | None] = ContextVar("s3ec_span", default=None)
 
 
 def note(what: Literal["attempts", "retries", "hedges"]) -> None:
-    """Count something that was done for the work that the current task is for, if it has a span."""
+    """Count an event of the current task's work, if it has a span."""
     work = _work.get()
     if work is not None:
         work.counts[what] = work.counts.get(what, 0) + 1
@@ -53,19 +53,19 @@ class Spans:
     """Makes the spans of one node."""
 
     def __init__(self, attributes: Mapping[str, Value] | None = None) -> None:
-        """Nothing is looked at.
+        """Store the attributes.
 
         Args:
-            attributes: Of every span.
+            attributes: Attributes of every span.
         """
         self._attributes = dict(attributes or {})
         self._provider: Any = None
         self._tracer: Any = None
 
     def begin(self) -> Work | None:
-        """The current task begins with some work; None where nobody traces, after 2 us at most.
+        """Begin the work of the current task; None without tracing, after 2 us at most.
 
-        The task must be one of its own for this work: ``note`` goes by the task.
+        The work must have a task of its own: ``note`` finds it by the task.
         """
         if _provider() is None:
             return None
@@ -82,12 +82,12 @@ class Spans:
         remote: bool,
         error: str = "",
     ) -> None:
-        """The work has ended.
+        """End the work, and make its span.
 
         Args:
-            attributes: Of this span; what is None is left out.
-            remote: Another machine was asked.
-            error: What went wrong, in one word; empty where nothing did.
+            attributes: Attributes of this span; values of None are left out.
+            remote: True if another machine was asked.
+            error: What went wrong, in one word; empty if nothing did.
         """
         provider = _provider() if work is not None else None
         if work is None or provider is None:
@@ -113,14 +113,14 @@ class Spans:
 
 
 def _provider() -> Any:
-    """What somebody has set up in this process; None where nobody has."""
+    """Return the tracer provider that is set up in this process; None without one."""
     api = sys.modules.get("opentelemetry.trace")
     find = getattr(api, "get_tracer_provider", None)  # absent while the API is being imported
     if api is None or find is None:
         return None
     try:
         found = find()
-    except Exception:  # OTEL_PYTHON_TRACER_PROVIDER may name what cannot be loaded
+    except Exception:  # OTEL_PYTHON_TRACER_PROVIDER may name a provider that cannot be loaded
         log.debug("no spans", exc_info=True)
         return None
     return None if isinstance(found, (api.ProxyTracerProvider, api.NoOpTracerProvider)) else found

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single flight across processes: of all that want one entry, one fetches it.
+"""Single flight across processes: of all processes that need one entry, one fetches it.
 
-A claim is a lock on one byte of ``fetch.lock``, at a place that namespace and digest give. Such
-locks need no files of their own that could be left behind, and the kernel drops them when their
-process ends in any way, SIGKILL included: the next one takes over at once. They are bound to the
-open file (Linux: F_OFD_SETLK), so threads and Tiers of one process exclude each other too, and
-containers that share the folder do as well. Two keys at one place wait for each other in vain, once
-in 2**62; that is a wait and nothing else.
+A claim is a lock on one byte of ``fetch.lock``, at an offset derived from namespace and digest.
+Such locks need no files of their own that could be left behind, and the kernel drops them when
+their process ends in any way, SIGKILL included: the next one takes over at once. They are bound to
+the open file (Linux: F_OFD_SETLK), so threads and Tiers of one process exclude each other too, and
+containers that share the folder do as well. Two keys share an offset once in 2**62: then one waits
+needlessly, no more.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PLACES = (1 << 62) - 1
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """The right to fetch one entry; give it back with ``Claims.release``.
+    """The right to fetch one entry; ``Claims.release`` gives it back.
 
     Attributes:
-        place: The locked byte; None for a claim that excludes nobody, or was given back.
+        place: Offset of the locked byte; None for a claim without a lock, or a released one.
     """
 
     place: int | None = None
@@ -56,9 +56,9 @@ class Claims:
         """Claim an entry without waiting.
 
         Returns:
-            None where somebody else has it. Where the file system has no such locks, and after
-            ``close``, a claim that excludes nobody: an entry may be fetched twice, which is a
-            waste and no more.
+            The claim; None if another holder has it. If the file system has no such locks, and
+            after ``close``, a claim without a lock: an entry may be fetched twice, which only
+            wastes work.
         """
         place = self._place(digest)
         try:
@@ -75,7 +75,7 @@ class Claims:
             return Claim()
 
     def is_taken(self, digest: bytes) -> bool:
-        """Whether take would answer None now; one system call on a file in memory."""
+        """Return True if take would return None now; one system call on a file in memory."""
         place = self._place(digest)
         try:
             with self._lock:
@@ -87,15 +87,15 @@ class Claims:
             return False
 
     def release(self, claim: Claim) -> None:
-        """Give a claim back; more than once is fine. Never raises."""
+        """Give a claim back. Idempotent. Never raises."""
         place, claim.place = claim.place, None
         with self._lock, suppress(OSError):
-            if place in self._held:  # else ended by close
+            if place in self._held:  # else close has ended it
                 self._held.remove(place)
                 _set_lock(self._fd, fcntl.F_UNLCK, place)
 
     def close(self) -> None:
-        """Give all claims back, and make none any more."""
+        """Give all claims back, and take no more."""
         with self._lock:
             self._closed = True
             self._held.clear()
@@ -105,7 +105,7 @@ class Claims:
         return xxhash.xxh3_64_intdigest(self._seed + digest) & _PLACES
 
     def _opened(self) -> int:
-        """The lock file; where somebody has deleted it, the new one as soon as nothing is held."""
+        """Return the lock file; if it was deleted, a new one as soon as no claim is held."""
         if self._fd < 0 or not (self._held or os.fstat(self._fd).st_nlink):
             self._close_file()
             self._fd = self._folders.open_own(self._folders.fetch_lock)
@@ -119,7 +119,7 @@ class Claims:
 
 
 def _set_lock(fd: int, kind: int, place: int) -> bool:
-    """Lock or unlock one byte without waiting; False where another has it."""
+    """Lock or unlock one byte without waiting; return False if another holder has it."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, place, 1, 0))
     except OSError as exc:
@@ -130,7 +130,7 @@ def _set_lock(fd: int, kind: int, place: int) -> bool:
 
 
 def _is_locked(fd: int, place: int) -> bool:
-    """Whether somebody else holds this byte."""
+    """Return True if another holder has locked this byte."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

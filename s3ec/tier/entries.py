@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of one namespace on the disk: which are here, opening them, deleting bad ones.
+"""The entries of one namespace on the disk: lists them, opens them, deletes bad ones.
 
 The file system is the truth; there is no database that could disagree with it. An entry is
 byte-identical to the bucket's object, so it describes itself and a restart loses nothing.
 Entries are not synced to the device, since the bucket keeps them: after a power cut a file
 can have its full size and hold zeros. ``open`` checks header, identity and size, and with
-``check_values`` the checksum; **whoever reads an open entry checks that in any case**, and calls
-``drop_bad`` when it differs. Which entries are believed to be here is answered from memory.
+``check_values`` the checksum; **a reader of an open entry checks that in any case**, and calls
+``drop_bad`` when it differs. ``LocalKeys`` says from memory which entries are likely here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_header(fd: int, nbytes: int) -> Header:
 
 
 def check_place(header: Header, namespace: str, digest: bytes) -> Key:
-    """The key of an entry that lies under this digest in this namespace.
+    """Return the key of an entry that is stored under this digest in this namespace.
 
     Raises:
         CorruptEntryError: It was written for another place.
@@ -66,10 +66,10 @@ def check_place(header: Header, namespace: str, digest: bytes) -> Key:
 def check_values(fd: int, header: Header) -> None:
     """Compare the values of an open file with its header's checksum.
 
-    Reads them once, a part at a time: about 0.1 ms per MiB that the kernel has in memory.
+    Reads them once, a part at a time: about 0.1 ms per MiB from the page cache.
 
     Raises:
-        CorruptEntryError: They are others, or fewer.
+        CorruptEntryError: They differ, or are too short.
         OSError: They cannot be read.
     """
     hashed, nbytes, done = codec.running_checksum(), header.shape.nbytes, 0
@@ -85,7 +85,7 @@ def check_values(fd: int, header: Header) -> None:
 
 
 def remove_bad(path: str) -> None:
-    """Delete what stands under an entry's name and is none; an empty folder, too.
+    """Delete a bad entry, or an empty folder that has an entry's name.
 
     Raises:
         FileNotFoundError: Nothing is there.
@@ -101,7 +101,7 @@ class LocalKeys:
     """A set of digests that are believed to be here; a hint, callable from any thread.
 
     Other processes publish and evict in the same folder, so both answers can be stale: a
-    wrong True costs one look at the disk, a wrong False one download.
+    wrong True costs one failed open, a wrong False one download.
     """
 
     def __init__(self) -> None:
@@ -112,23 +112,23 @@ class LocalKeys:
         return key.digest in self._digests
 
     def add(self, key: Key) -> None:
-        """The entry was just published here."""
+        """Add an entry that was just published here."""
         self.add_all((key.digest,))
 
     def add_all(self, digests: Sequence[bytes]) -> None:
-        """Other processes published these."""
+        """Add entries that other processes published."""
         self._digests.update(digests)
         if (scanned := self._next) is not None:
             scanned.update(digests)
 
     def discard(self, key: Key) -> None:
-        """A look at the disk did not find it."""
+        """Remove an entry that was not found on the disk."""
         self._digests.discard(key.digest)
         if (scanned := self._next) is not None:
             scanned.discard(key.digest)
 
     def replace(self, names: Iterable[str]) -> None:
-        """Start over from a scan of the folder, which may take its time; one scan at a time."""
+        """Replace the set by a scan of the folder, which may take long; one scan at a time."""
         self._next = scanned = set()
         try:
             for name in names:
@@ -141,8 +141,8 @@ class LocalKeys:
 class Entries:
     """The entries of one namespace, as one process sees and opens them.
 
-    Blocking and thread-safe. Nothing here raises for what the disk refuses: that is counted. After
-    ``close`` there are no entries any more.
+    Blocking and thread-safe. Disk errors are counted, not raised. After ``close`` there are no
+    entries any more.
 
     States of an entry on this node, each seen by all processes: absent; claimed (absent, and one
     process fetches it); here (``EntryWriter`` gave it its name). Eviction and ``drop_bad`` make it
@@ -159,10 +159,10 @@ class Entries:
         *,
         check_values: bool,
     ) -> None:
-        """Nothing is touched.
+        """Touch nothing yet.
 
         Args:
-            check_values: Have ``open`` read and hash the values as well.
+            check_values: True if ``open`` must read and hash the values as well.
         """
         self.namespace = namespace
         self.objects = str(folders.objects / namespace)
@@ -173,26 +173,26 @@ class Entries:
         self._is_closed = False
 
     def close(self) -> None:
-        """There are no entries from now on; what is open stays open."""
+        """Report no entries from now on; open entries stay open."""
         self._is_closed = True
 
     def path(self, key: Key) -> str:
-        """The file of one entry; no system call."""
+        """Return the path of one entry; no system call."""
         return f"{self.objects}/{key.name}"
 
     def uses(self) -> Iterator[tuple[str, int]]:
-        """Object names of the entries that are here, with their last use in nanoseconds.
+        """Yield object names of the entries here, with their last use in nanoseconds.
 
-        As ``names``, with one more system call each.
+        As ``names``, with one more system call per entry.
         """
         for name in self.names():
             with suppress(OSError):
                 yield name, os.lstat(f"{self.objects}/{name}").st_mtime_ns
 
     def names(self) -> Iterator[str]:
-        """Object names of the entries that are here, in no order, as a walk finds them.
+        """Yield object names of the entries here, in no order, as a walk finds them.
 
-        About 3 us each; rests 1 ms after every hundred or so, since it runs beside a scheduler.
+        About 3 us each; pauses 1 ms after every hundred or so, since it runs beside a scheduler.
         """
         return entry_names(self.objects, yield_gil)
 
@@ -203,8 +203,8 @@ class Entries:
         walk.
 
         Returns:
-            None where the entry is absent, or was bad (then it is deleted), or the disk
-            refused (then it is counted). The reader checks the checksum.
+            The entry, whose reader checks the checksum. None if it is absent, or was bad (then
+            it is deleted), or the disk refused (then it is counted).
         """
         if self._is_closed:
             return None
@@ -236,30 +236,30 @@ class Entries:
         """Open an entry that is here, or claim the right to fetch it; never waits.
 
         Args:
-            ignore_claim: Claim it also while somebody else has it, who may hang.
+            ignore_claim: True to fetch it even if another process, which may hang, has claimed it.
 
         Returns:
-            None while another process (or Tier) fetches it.
+            The entry or a claim; None while another process (or Tier) fetches it.
         """
-        for _ in range(2):  # it may come between the look for it and the claim
+        for _ in range(2):  # it may arrive between the failed open and the claim
             found = self.open(key) or self._claim(key)
             if found is not None:
                 return found
             if not self.contains(key):
                 return Claim() if ignore_claim else None
-        return Claim()  # here, and cannot be opened: the disk refuses
+        return Claim()  # it is here but cannot be opened: the disk refuses
 
     def _claim(self, key: Key) -> Claim | None:
-        """Claim an entry; None where it is here, or somebody else fetches it."""
+        """Claim an entry; None if it is here, or another process fetches it."""
         claim = self._claims.take(key.digest)
-        # In this order: who had the claim before us has published by now.
+        # In this order: the previous holder of the claim has published by now.
         if claim is not None and self.contains(key):
             self._claims.release(claim)
             return None
         return claim
 
     def contains(self, key: Key) -> bool:
-        """Whether a file stands under this name: one stat, nothing read, nothing promised."""
+        """Return True if a file has this name: one stat, nothing is read or verified."""
         if self._is_closed:
             return False
         try:
@@ -271,11 +271,11 @@ class Entries:
             return False
 
     def drop_bad(self, key: Key, reason: str, *, inode: int | None = None) -> None:
-        """Delete a bad entry, so that nobody opens it again. Counted; never raises.
+        """Delete a bad entry, so that it is not opened again. Counted; never raises.
 
         Args:
             reason: One word, such as ``CorruptEntryError.reason``.
-            inode: Of the bad file: one that was published since stays. None for whatever is there.
+            inode: Inode of the bad file: a file published since stays. None for any file.
         """
         if self._is_closed:
             return

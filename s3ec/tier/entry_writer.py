@@ -25,9 +25,9 @@ T = TypeVar("T")
 class EntryWriter:
     """Puts new files onto the disk of one Tier. Blocking and thread-safe.
 
-    A file is complete before it has a name, and what must hold it does so before that as well: an
-    entry that was fetched is opened (so it costs no second look at the file, and eviction in
-    between does no harm), and one that was saved is in the spool.
+    A file is complete before it has a name, and so is its holder: a fetched entry is opened first
+    (so it needs no second open, and eviction in between does no harm), and a saved one is put into
+    the spool first.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class EntryWriter:
     def publish(
         self, key: Key, pieces: Sequence[bytes | memoryview], *, spool: Spool | None = None
     ) -> Spooled | None:
-        """Write one entry, whole or not at all; a present one is replaced, its use included.
+        """Write one entry, whole or not at all; an existing one is replaced, with its time of use.
 
         Eviction walks the folder (about 10 us per file there), in a thread that starts a
-        little before it is needed. This call waits for a walk only where it would break the
+        little before it is needed. This call waits for a walk only if it would break the
         budget or the free-space floor otherwise.
 
         Args:
@@ -60,7 +60,7 @@ class EntryWriter:
                 process killed at any point leaves no entry here that nobody uploads.
 
         Returns:
-            What the spool holds of it.
+            The save that the spool holds; None without ``spool``.
 
         Raises:
             TierError: Closed, larger than the budget, or the disk is full or failing. The
@@ -73,7 +73,7 @@ class EntryWriter:
             if spool is None:
                 self._place(file, path)
             else:
-                # It has the bytes counted: they stay, whatever becomes of the entry.
+                # The spool counts the bytes: they stay on the disk even if the entry goes.
                 spooled = spool.add(key, file.path)
                 self._folders.place(file, path)
             self._news.notify(key)
@@ -93,9 +93,9 @@ class EntryWriter:
 
         Args:
             pieces: As in ``publish``.
-            header: Theirs, verified and compared with the key.
-            used_s: What counts as its last use, by which it is evicted, seconds since the epoch;
-                None for now.
+            header: Header of the pieces, verified and compared with the key.
+            used_s: Time that counts as its last use for eviction, seconds since the epoch; None
+                for now.
 
         Raises:
             TierError: As in ``publish``.
@@ -103,10 +103,10 @@ class EntryWriter:
         return self._write(key, pieces, lambda file: self._name_open(key, file, header, used_s))
 
     def begin(self, key: Key, first: bytes | memoryview, verifier: Verifier) -> Incoming:
-        """Receive one large entry part by part; it appears, open, when the last one was good.
+        """Receive one large entry part by part; it appears, open, once all parts are verified.
 
         Args:
-            first: Its first bytes, which the verifier has been made from.
+            first: Its first bytes, from which the verifier was made.
 
         Raises:
             TierError: As in ``publish``.
@@ -132,7 +132,7 @@ class EntryWriter:
         self._evictor.account(file.nbytes)
 
     def _with_room(self, nbytes: int, write: Callable[[], T]) -> T:
-        """Write something of this size; once more after an eviction, where the disk is full."""
+        """Call ``write`` for this size; again after an eviction, if the disk is full."""
         try:
             return write()
         except OSError as exc:
@@ -151,7 +151,7 @@ class EntryWriter:
         pieces: Sequence[bytes | memoryview],
         name: Callable[[TempFile], T],
     ) -> T:
-        """Write a file and name it; once more where its temp file was deleted meanwhile."""
+        """Write a file and name it; again if its temp file was deleted meanwhile."""
         nbytes = sum(memoryview(piece).nbytes for piece in pieces)
 
         def write() -> T:
@@ -177,7 +177,7 @@ class EntryWriter:
         try:
             self._place(file, path)
         except BaseException:
-            del entry  # what keeps the exception keeps this frame
+            del entry  # a reference to the exception keeps this frame
             raise
         self._news.notify(key)
         return entry
@@ -187,13 +187,13 @@ class Incoming:
     """An entry being received part by part; made by ``EntryWriter.begin``. Blocking.
 
     States: open, committed, discarded. ``put`` keeps it open, ``commit`` and ``discard`` end it.
-    Nobody sees the file before ``commit``, which only a good one survives. Whoever makes one ends
-    it.
+    The file is not visible before ``commit``, which discards a bad one. The caller that makes one
+    must end it.
 
     Calls exclude each other: a cancelled coroutine leaves one running in its thread.
 
     Attributes:
-        nbytes: Of the whole entry.
+        nbytes: Size of the whole entry.
     """
 
     def __init__(self, writer: EntryWriter, key: Key, file: TempFile, verifier: Verifier) -> None:
@@ -209,7 +209,7 @@ class Incoming:
         self._early: dict[int, bytes | memoryview] = {}
 
     def write_first(self, part: bytes | memoryview) -> None:
-        """Write what the verifier has seen, before any ``put``.
+        """Write the bytes that the verifier was made from, before any ``put``.
 
         Raises:
             TierError: The disk is full or failing.
@@ -218,15 +218,15 @@ class Incoming:
         self._write(part, 0)
 
     def put(self, parts: Sequence[tuple[int, bytes | memoryview]]) -> None:
-        """Write parts that come in any order, and verify them in theirs.
+        """Write parts that arrive in any order, and verify them in file order.
 
-        What comes before its turn is written and kept until then: the checksum goes in order.
+        An early part is written and kept in memory until then: the checksum needs the order.
 
         Args:
             parts: Their offsets in bytes, and the bytes. No two overlap.
 
         Raises:
-            CorruptEntryError: It is not what should come, such as longer than announced.
+            CorruptEntryError: A part does not fit, for example longer than announced.
             TierError: The disk is full or failing, or the file was discarded.
         """
         with self._running():
@@ -236,7 +236,7 @@ class Incoming:
                         f"{self._key.name}: goes on after {self.nbytes} bytes", reason="length"
                     )
                 if at < self._checked_bytes or at in self._early:
-                    # What was verified must not be written over.
+                    # Verified bytes must not be overwritten.
                     raise CorruptEntryError(f"{self._key.name}: byte {at} again", reason="length")
                 if at == self._checked_bytes:
                     self._pass(part)
@@ -247,15 +247,15 @@ class Incoming:
                     self._pass(next_part)
 
     def _pass(self, part: bytes | memoryview) -> None:
-        """Verify what is next."""
+        """Verify the next part."""
         self._verifier.feed(part)
         self._checked_bytes += len(part)
 
     def commit(self) -> OpenEntry:
-        """Give the file its name if it is whole and good.
+        """Give the file its name if it is complete and valid.
 
         Raises:
-            CorruptEntryError: It is not.
+            CorruptEntryError: It is not complete and valid.
             TierError: The disk refused.
         """
         try:
@@ -268,7 +268,7 @@ class Incoming:
             self.discard()
 
     def discard(self) -> None:
-        """Leave nothing behind; fine after commit and more than once. Waits for another call."""
+        """Leave nothing behind. Idempotent, also after commit. Waits for another call to end."""
         with self._lock:
             self._over = True
             self._file.discard()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's folder from outside, and its audit: what is there, and whether it should be.
+"""A node's folder from outside, and its audit: lists the files and checks them.
 
-For people and commands, while engines use the folder or not.
+For people and commands, whether engines use the folder or not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from s3ec.tier.scan import (
     scan_tier,
 )
 
-# Longer than any round takes.
+# Longer than any eviction pass takes.
 LOCK_TIMEOUT_S = 60.0
 
 _OLDEST = "older"
@@ -58,8 +58,8 @@ class TierReport:
     """What ``s3ec tier`` shows.
 
     Attributes:
-        scan: What was found, and sums over everything.
-        free_bytes: Of the disk, for this user.
+        scan: The files found, and sums over everything.
+        free_bytes: Free bytes of the disk, for this user.
         ages: Entries by the time since their last use.
         namespaces: Entries by namespace, in order of their bytes, largest first.
         open_nbytes: Bytes of evicted entries that a process of this user still has open; they leave
@@ -75,12 +75,12 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """What ``evict_to`` did, or would do.
+    """The result of ``evict_to``, or of its dry run.
 
     Attributes:
         gone: Entries removed.
         before_bytes: Size before: of the folder, or of one namespace's entries.
-        kept_bytes: Of these, what waits for the bucket.
+        kept_bytes: Bytes of entries that stay since they wait for the bucket.
     """
 
     gone: Sum
@@ -95,16 +95,16 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """One existing folder. Blocking; nothing is made, and only ``evict_to`` changes anything."""
+    """One existing folder. Blocking; creates nothing, and only ``evict_to`` changes anything."""
 
     folders: Folders
 
     @classmethod
     def open(cls, root: Path) -> Inspection:
-        """Check that the folder is there and ours.
+        """Check that the folder exists and is ours.
 
         Raises:
-            NoTierError: It is not there.
+            NoTierError: It does not exist.
             TierError: It is not ours; names the fix.
         """
         try:
@@ -134,7 +134,7 @@ class Inspection:
 
         Args:
             now_s: Seconds since the epoch.
-            report: Told how many entries were found, then how many are gone.
+            report: Called with the number of entries found so far.
 
         Raises:
             TierError: It cannot be read.
@@ -159,7 +159,7 @@ class Inspection:
         )
 
     def namespaces(self) -> list[str]:
-        """Namespaces that have a folder here."""
+        """Return the namespaces that have a folder here."""
         try:
             return sorted(os.listdir(self.folders.objects))
         except FileNotFoundError:
@@ -170,13 +170,13 @@ class Inspection:
     def entries(
         self, namespace: str, *, now_s: float, report: Report = unreported
     ) -> list[ScannedEntry]:
-        """Entries of a namespace, the most recently used first: the last one is evicted first.
+        """Return entries of a namespace, the most recently used first: the last is evicted first.
 
         Walks the folder, about 10 us per file.
 
         Args:
             now_s: Seconds since the epoch.
-            report: Told how many entries of all namespaces were found.
+            report: Called with the number of entries of all namespaces found so far.
 
         Raises:
             TierError: It cannot be read.
@@ -195,19 +195,18 @@ class Inspection:
     ) -> Freed:
         """Remove the least recently used entries, down to a size.
 
-        What is spooled stays, whatever the size. Waits for an eviction that is
-        under way.
+        Spooled entries stay, whatever the size. Waits for a running eviction.
 
         Args:
-            target_bytes: Of the whole folder, as the budget counts it, or of one namespace's
+            target_bytes: Size of the whole folder, as the budget counts it, or of one namespace's
                 entries.
             now_s: Seconds since the epoch.
-            namespace: Only its entries; None takes from all.
-            dry_run: Only count.
-            report: Told how many entries were found, then how many are gone.
+            namespace: Removes only its entries; None removes from all.
+            dry_run: True to only count.
+            report: Called with the number of entries found, then with the number processed.
 
         Raises:
-            TierError: The folder cannot be written, or an eviction does not come to its end.
+            TierError: The folder cannot be written, or another eviction does not end in time.
         """
         turn = evict_lock(self.folders, wait_s=LOCK_TIMEOUT_S)
         try:
@@ -260,7 +259,7 @@ class Inspection:
 
 
 def evicted_and_open(folders: Folders) -> dict[int, int]:
-    """Inode to bytes of entries without a name that processes of this user have open."""
+    """Map inode to bytes, for entries without a name that processes of this user have open."""
     found: dict[int, int] = {}
     for link in glob.iglob("/proc/[0-9]*/fd/*"):
         with suppress(OSError):  # closed by now
@@ -281,12 +280,12 @@ def _bytes_of(entries: Iterable[ScannedEntry]) -> int:
 
 
 def complaints_about(folders: Folders, *, report: Report = unreported) -> list[str]:
-    """Every complaint about the folder; reads every byte of every entry.
+    """Return every complaint about the folder; reads every byte of every entry.
 
-    May run while others use the folder: what they change meanwhile is not complained about.
+    May run while others use the folder: their changes meanwhile cause no complaints.
 
     Args:
-        report: Told how many bytes were read.
+        report: Called with the number of bytes read so far.
     """
     scan = scan_tier(folders)
     complaints = [*scan.troubles, *_folder_complaints(folders)]
@@ -309,7 +308,7 @@ def complaints_about(folders: Folders, *, report: Report = unreported) -> list[s
 
 
 def _folder_complaints(folders: Folders) -> Iterator[str]:
-    """Inner folders must be private; the root may be given, and only its writers matter."""
+    """Yield complaints: inner folders must be private, the root must not be writable by others."""
     owner = os.geteuid()
     for path in [str(folders.root), *(found[0] for found in os.walk(folders.version))]:
         try:
@@ -324,7 +323,7 @@ def _folder_complaints(folders: Folders) -> Iterator[str]:
 
 
 def _file_complaints(path: str, namespace: str, digest: bytes) -> Iterator[str]:
-    """What is wrong with a file that should be this entry."""
+    """Yield what is wrong with a file that should be this entry."""
     try:
         fd = open_entry(path)
     except FileNotFoundError:

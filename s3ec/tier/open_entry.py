@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One entry of the tier, held open: the kernel's count of references is the pin.
+"""One entry of the tier, held open: the kernel's reference count is the pin.
 
-An open file can be read until it is closed, whatever becomes of its name, and the end of its
-process closes it. So eviction unlinks and waits for nobody, and there is nothing to sweep.
+An open file can be read until it is closed, even after its name is removed, and the end of its
+process closes it. So eviction unlinks without waiting for readers, and there is nothing to sweep.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from s3ec.codec import Header
 
 
 class OpenEntry:
-    """One entry that stays readable for as long as anybody refers to this object.
+    """One entry that stays readable as long as this object is referenced.
 
-    The last reference closes the file, which may give its blocks back to the disk. Where that must
-    not be waited for, hand the reference to a thread: ``Residents.release``.
+    Dropping the last reference closes the file, which may free its blocks on the disk. A caller
+    that must not wait for that passes the reference to a thread: ``Residents.release``.
 
     Attributes:
         path: Its name when it was opened. Another file may have that name by now, or none.
-        fd: For ``os.pread`` in the process that opened it; nobody else closes it.
+        fd: For ``os.pread`` in the process that opened it; only this object closes it.
         pid: That process.
         device, inode: Tell this file from any other on this machine.
         nbytes: Size of the whole file.
@@ -43,7 +43,7 @@ class OpenEntry:
             fd: Closed with this object.
 
         Raises:
-            OSError: The file cannot be looked at; ``fd`` is closed then as well.
+            OSError: fstat failed; ``fd`` is closed then as well.
         """
         self.path = path
         self.fd = fd
@@ -52,7 +52,7 @@ class OpenEntry:
         self.verified_s = self.used_s = verified_s
         try:
             found = os.fstat(fd)
-        except BaseException:  # which may be kept, and this object with it
+        except BaseException:  # a reference to the exception would keep this object and its file
             self.fd = -1
             os.close(fd)
             raise
@@ -67,9 +67,9 @@ class OpenEntry:
 
     @property
     def is_evicted(self) -> bool:
-        """Whether its name is another file's by now, or none's. One system call.
+        """True if its name is gone or is another file's now. One system call.
 
-        Not by its links: the spool may have one for as long as the bucket is away.
+        The link count does not show this: the spool may hold a link while the bucket is down.
         """
         with suppress(OSError):
             found = os.lstat(self.path)

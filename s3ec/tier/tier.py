@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node tier: entries as files, shared by every process of the node; its parts, wired.
+"""The node tier: entries as files, shared by every process of the node; wires its parts.
 
-Counters: ``tier.evicted``, ``tier.evicted_bytes``, ``tier.bad_files``, and ``tier.errors`` (what
-the disk refused).
+Counters: ``tier.evicted``, ``tier.evicted_bytes``, ``tier.bad_files``, and ``tier.errors`` (errors
+of the disk).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Tier:
     """One namespace's view of the node's folder. All its parts are blocking and thread-safe.
 
     Open from the start, and closed for good by ``close``. After that there are no entries, and
-    what would be written raises TierError.
+    writes raise TierError.
 
     Attributes:
-        folders: Where things lie.
-        claims: Who fetches what, among all processes of the node.
-        entries: What is here: open, claim what is absent, delete what is bad.
+        folders: The paths.
+        claims: Which process of the node fetches which entry.
+        entries: Opens entries, claims absent ones, deletes bad ones.
         evictor: Keeps the folder below its budget, which is for all namespaces together.
-        writer: Puts new entries here.
-        is_in_memory: No disk has to answer a read.
+        writer: Writes new entries.
+        is_in_memory: True if reads need no disk.
     """
 
     def __init__(
@@ -55,21 +55,21 @@ class Tier:
         check_values: bool = False,
         evicts: bool = True,
     ) -> None:
-        """Make and check the folders, and sweep what dead processes left.
+        """Create and check the folders, and sweep the temp files of dead processes.
 
-        Costs the same however many entries there are: the total is read from a file that all
-        processes keep. Where it is missing or bad, the first publish has it counted in the
-        background, and not more than 1/64 of the budget is published before.
+        The cost does not depend on the number of entries: the total is read from a file that all
+        processes update. If it is missing or bad, the first publish starts a count in the
+        background, and at most 1/64 of the budget is published before.
 
         Args:
-            root: The folder; may itself be a symbolic link, nothing below it may.
+            root: The folder; may itself be a symbolic link, but nothing below it may.
             namespace: ``Namespace.name``.
             budget_bytes: High water mark. Eviction takes the least recently used entry of any
                 namespace.
             min_free_bytes: Free space of the disk that publishing never goes below.
             clock: Seconds since the epoch; may jump, either way.
-            check_values: Have ``Entries.open`` read and hash the values as well.
-            evicts: False where nothing that is here may go for what is published.
+            check_values: True if ``Entries.open`` must read and hash the values as well.
+            evicts: False if a publish must not evict existing entries.
 
         Raises:
             ValueError: Not a namespace's name.
@@ -111,7 +111,7 @@ class Tier:
             ) from exc
 
     def close(self) -> None:
-        """Entries and spool stay on the disk. Never raises; more than once is fine."""
+        """Close all parts; entries and spool stay on the disk. Idempotent. Never raises."""
         self._is_closed = True
         self.entries.close()
         self.evictor.close()
@@ -120,7 +120,7 @@ class Tier:
             part.close()
 
     def open_spool(self, destination: str) -> Spool:
-        """A place to keep entries until the bucket has them; ends with this tier.
+        """Open the spool, which keeps entries until the bucket has them; ends with this tier.
 
         Args:
             destination: 16 hex digits that stand for the bucket and the folder in it.
@@ -139,10 +139,10 @@ class Tier:
         return spool
 
     def follow_news(self, notify: Callable[[list[bytes]], None]) -> NewsReader:
-        """What hears of entries that any process puts here; to be started, ends with this tier.
+        """Return a reader of new entries of any process; the caller starts it, the tier ends it.
 
         Args:
-            notify: Takes their digests, in a thread of the reader's; must not wait.
+            notify: Takes their digests, in the reader's thread; must not wait.
 
         Raises:
             TierError: The tier is closed.
@@ -153,10 +153,10 @@ class Tier:
         return reader
 
     def open_residents(self, may_grant: Callable[[Header], bool]) -> Residents:
-        """What this process may grant at once; ends with this tier.
+        """Open the residents, which this process may grant at once; ends with this tier.
 
         Args:
-            may_grant: Whether an entry may be, as things stand. Memory only.
+            may_grant: True if an entry may be granted at once, at this moment. Memory only.
 
         Raises:
             TierError: The tier is closed.
@@ -171,7 +171,7 @@ class Tier:
         """Make room for a file that is no entry, and count it; blocking.
 
         Raises:
-            TierError: There will be no room, or the disk refused.
+            TierError: There is no room, or the disk refused.
         """
         try:
             self.evictor.need_room(nbytes)
@@ -194,6 +194,6 @@ class Tier:
                 make_folder(self.entries.objects)
                 return
             except OSError as exc:
-                # A disk that filled up while nobody evicted must not keep the next one out.
+                # A disk that filled up while no process evicted must not prevent the next start.
                 if last or not is_full(exc) or not self.evictor.make_room(0, full=True):
                     raise
