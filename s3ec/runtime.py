@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads: the event loop, pools of daemons, a disk that may hang, and what a fork must drop."""
+"""Threads: the event loop, pools of daemon threads, a disk that may hang, and forks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ log = logging.getLogger(__name__)
 
 jitter = random.SystemRandom()
 """Draws pauses. vLLM seeds the ``random`` module alike in all processes of a fleet, and a fork
-copies its state. This one has none."""
+copies its state. This generator has no state."""
 
 PASS_THROUGH = (KeyboardInterrupt, SystemExit)
-"""What signal handlers raise, Python's and vLLM's, between any two lines of the main thread."""
+"""Exceptions of signal handlers, Python's and vLLM's, raised anywhere in the main thread."""
 
 
 def _ends_task(exc: BaseException) -> bool:
-    """Whether an exception at the top of a task ends it on purpose, and must be raised again.
+    """Return True if an exception at the top of a task ends it on purpose, and must be re-raised.
 
-    A task can also see the cancellation of something that it waits for. That is a fault like any
-    other.
+    A task can also get the cancellation of a future that it awaits. That is a fault like any other.
     """
     if isinstance(exc, asyncio.CancelledError):
         task = asyncio.current_task()
@@ -43,9 +42,9 @@ def _ends_task(exc: BaseException) -> bool:
 
 
 class Backoff:
-    """How long to wait after each failure: twice as long each time, and partly at random.
+    """Computes the pause after each failure: it doubles each time, with jitter.
 
-    Else all processes of a fleet would come back at once.
+    Without jitter all processes of a fleet would retry at once.
     """
 
     def __init__(
@@ -55,11 +54,11 @@ class Backoff:
         *,
         uniform: Callable[[float, float], float] = jitter.uniform,
     ) -> None:
-        """Nothing has failed yet.
+        """Start without a failure.
 
         Args:
-            first_s: After the first failure, and at least half of it.
-            longest_s: At most.
+            first_s: Longest pause after the first failure; the shortest is half of it.
+            longest_s: Longest pause of all.
             uniform: Draws a number between two.
         """
         self._first_s = self._pause_s = first_s
@@ -67,25 +66,26 @@ class Backoff:
         self._uniform = uniform
 
     def next_s(self) -> float:
-        """The pause after one more failure, in seconds."""
+        """Return the pause after one more failure, in seconds."""
         pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, self._longest_s)
         return self._uniform(pause_s / 2, pause_s)
 
     def reset(self) -> None:
-        """Something worked: the next failure is a first one."""
+        """Note a success: the next failure counts as the first one."""
         self._pause_s = self._first_s
 
 
 @contextmanager
 def contained(counters: Counters, doing: str, *args: object) -> Iterator[None]:
-    """At the top of a task that nobody awaits: count and log a fault of ours, and go on.
+    """Count and log a fault of ours, and continue; for the top of a task that is not awaited.
 
-    What ends the task on purpose is raised: its own cancellation, a signal, the interpreter's end.
+    An exception that ends the task on purpose is raised: its own cancellation, a signal, the
+    interpreter's end.
 
     Counter: ``internal_errors``.
 
     Args:
-        doing: What the log says was done, with ``args`` for its placeholders.
+        doing: The work, for the log, with ``args`` for its placeholders.
     """
     try:
         yield
@@ -98,12 +98,12 @@ def contained(counters: Counters, doing: str, *args: object) -> Iterator[None]:
 
 T = TypeVar("T")
 
-# For so long the interpreter is left to others.
+# How long a thread leaves the GIL to others.
 _YIELD_S = 0.001
-# How long the end of work in the background is waited for.
+# How long a caller waits for background work to end.
 _STOP_TIMEOUT_S = 5.0
 FAULT_REST_S = 1.0
-"""Work in the background rests for so long after a fault of ours."""
+"""How long background work rests after a fault of ours."""
 
 _Call = tuple[Future[Any], Callable[[], Any]]
 
@@ -111,26 +111,26 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 class DaemonPool(ThreadPoolExecutor):
     """A thread pool whose threads are daemons.
 
-    The threads of its base are joined when the interpreter ends. One read from a disk that does
-    not answer would then keep a process from ending. It has that base because asyncio takes no
+    The interpreter joins the base class's threads when it ends. Then one read from a disk that does
+    not answer would keep a process from ending. It has that base because asyncio accepts no
     other kind of executor, and uses nothing of it.
 
-    States: open, then ended by ``shutdown``. Calls that were taken before the end are still made,
+    States: open, then ended by ``shutdown``. Calls that were queued before the end are still made,
     unless they are cancelled.
     """
 
     def __init__(self, max_workers: int, name: str) -> None:
-        """No thread is started before it is needed.
+        """Start no thread before it is needed.
 
         Args:
-            name: The threads', with a number behind it.
+            name: Prefix of the threads' names; a number follows.
         """
         super().__init__(max_workers, name)
         self._most = max_workers
         self._name = name
         self._guard = threading.RLock()  # a signal handler may end it, see Counters
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._out = 0  # calls that wait or are made
+        self._out = 0  # calls that wait or run
         self._started: list[threading.Thread] = []
         self._ended = False
 
@@ -138,7 +138,7 @@ class DaemonPool(ThreadPoolExecutor):
         """Queue a call for the next free thread. Never waits.
 
         Raises:
-            RuntimeError: After shutdown, or no thread can be started; it is not made then.
+            RuntimeError: After shutdown, or if no thread can be started; the call is not made.
         """
         future: Future[T] = Future()
         with self._guard:
@@ -178,7 +178,7 @@ class DaemonPool(ThreadPoolExecutor):
         thread = threading.Thread(target=self._work, name=name, daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # there are too many; those that there are will do it
+        except RuntimeError:  # there are too many threads; the existing ones make the call
             if not self._started:
                 raise
             return
@@ -187,7 +187,7 @@ class DaemonPool(ThreadPoolExecutor):
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             _do(*call)
-            del call  # its arguments may be large, and it may be long until the next
+            del call  # its arguments may be large, and the next call may be far off
             with self._guard:
                 self._out -= 1
 
@@ -197,7 +197,7 @@ def _do(future: Future[Any], function: Callable[[], Any]) -> None:
         return
     try:
         result = function()
-    except BaseException as exc:  # noqa: BLE001 - whoever waits for it gets it
+    except BaseException as exc:  # noqa: BLE001 - the future passes it on
         future.set_exception(exc)
     else:
         future.set_result(result)
@@ -214,20 +214,20 @@ def call_within(timeout_s: float, function: Callable[[], T]) -> T:
     """Make a call in a thread of its own, and wait at most ``timeout_s`` for it.
 
     Raises:
-        TimeoutError: It has not come back, and goes on in its thread. A call that may raise one
-            itself, as of a disk, is not for this function.
+        TimeoutError: It has not returned, and continues in its thread. Do not use this function
+            for a call that may raise one itself, such as a disk call.
         Exception: What the call raised.
     """
     return in_thread(function, "s3ec-bounded").result(timeout_s)
 
 
 def yield_gil() -> None:
-    """Leave the interpreter to others for a moment; long work in the background calls this."""
+    """Leave the GIL to other threads for a moment; long background work calls this."""
     time.sleep(_YIELD_S)
 
 
 class StoppedError(Exception):
-    """Raised inside background work by its pause: the owner wants the thread to end."""
+    """Raised inside background work by its pause: the owner is ending the thread."""
 
 
 class Background:
@@ -239,19 +239,18 @@ class Background:
     new      due      the first ``wake``, which starts the thread
     idle     due      ``wake``
     due      at work  the thread has rested from its last work
-    at work  idle     the work is done, or has raised what it should not: that is logged
+    at work  idle     the work is done, or raised an exception, which is logged
     at work  due      likewise, and ``wake`` was called meanwhile
     (any)    ended    ``stop``; work ends at its next pause
     =======  =======  =======================================================================
     """
 
     def __init__(self, name: str, work: Callable[[Callable[[], None]], float]) -> None:
-        """Nothing is started.
+        """Start no thread yet.
 
         Args:
             work: Called once after one or more wakes, with a function to call often: it
-                leaves the interpreter to others, and raises StoppedError. Answers the seconds
-                to rest.
+                leaves the GIL to others, and raises StoppedError. Returns the seconds to rest.
         """
         self._name = name
         self._work = work
@@ -262,7 +261,7 @@ class Background:
         self._stopping = threading.Event()
 
     def wake(self) -> None:
-        """Have the work done soon; no system call where it is due already. Never raises."""
+        """Request the work; no system call if it is due already. Never raises."""
         if self._wanted.is_set() and self._thread is not None:
             return
         with self._lock:
@@ -279,10 +278,10 @@ class Background:
                 self._thread = thread
 
     def stop(self, timeout_s: float = _STOP_TIMEOUT_S) -> bool:
-        """End the thread, and wait for it so long; for good.
+        """End the thread, and wait for it at most ``timeout_s``; for good.
 
         Returns:
-            Whether it has ended. A disk that does not answer is left to the process's end.
+            True if it has ended. A thread that waits for a hung disk ends with the process.
         """
         with self._lock:
             self._closed = True
@@ -318,17 +317,17 @@ class Background:
         yield_gil()
 
 
-# A disk that takes longer for one entry, eviction included, is of no use to a request.
+# A disk that takes longer for one entry, eviction included, is too slow for a request.
 PATIENCE_S = 5.0
 
 
 class DiskWatch:
-    """Tells from the calls that are under way whether the disk hangs. Memory only, any thread.
+    """Detects from the running calls whether the disk hangs. Memory only, any thread.
 
-    States: the disk answers, or it hangs. It hangs while the oldest call under way is older than
-    the patience. Whoever asks ``hangs`` first notices a change, which is counted and logged once.
+    States: the disk answers, or it hangs. It hangs while the oldest running call is older than the
+    patience. The first read of ``hangs`` after a change counts and logs it, once.
 
-    Counter: ``tier.hung``, how often the disk was found not to answer.
+    Counter: ``tier.hung``, how often the disk began to hang.
     """
 
     def __init__(
@@ -338,17 +337,17 @@ class DiskWatch:
         patience_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """No call is under way.
+        """Start without calls.
 
         Args:
-            patience_s: From when on a call hangs; None for PATIENCE_S.
+            patience_s: Age from which on a call hangs; None for PATIENCE_S.
             clock: Monotonic seconds.
         """
         self._counters = counters
         self._patience_s = PATIENCE_S if patience_s is None else patience_s
         self._clock = clock
         self._numbers = itertools.count()
-        self._begun: dict[int, float] = {}  # in the order of their beginning
+        self._begun: dict[int, float] = {}  # in the order of their start
         self._hung = False
         self._lock = threading.Lock()
 
@@ -359,7 +358,7 @@ class DiskWatch:
         return number
 
     def end(self, number: int) -> None:
-        """Note that a call has come back, or was never made. May be called more than once."""
+        """Note that a call has returned, or was never made. Idempotent."""
         self._begun.pop(number, None)
 
     def run(self, function: Callable[..., T], *args: object) -> T:
@@ -372,7 +371,7 @@ class DiskWatch:
 
     @property
     def hangs(self) -> bool:
-        """Whether a call has been under way for longer than the patience.
+        """True if a call has been running for longer than the patience.
 
         Made for scheduler hooks: no system call and no wait.
         """
@@ -380,7 +379,7 @@ class DiskWatch:
             oldest_s = next(iter(self._begun.values()))
         except StopIteration:
             hung = False
-        except RuntimeError:  # calls begin and end in this very moment
+        except RuntimeError:  # calls begin or end during this read
             return self._hung
         else:
             hung = self._clock() - oldest_s > self._patience_s
@@ -404,23 +403,23 @@ class DiskWatch:
             log.info("the disk of `cache_dir` answers again")
 
 
-# For all that goes to `asyncio.to_thread`: names that are looked up, and calls of the disk that may
-# take long, such as walks and whole files of the index. Of those a node makes few at a time.
+# For calls of `asyncio.to_thread`: DNS lookups, and disk calls that may take long, such as walks
+# and whole files of the index. A node makes few of those at a time.
 _OTHER_THREADS = 8
 
 
 class LoopThread:
-    """Runs coroutines in one thread, and blocking file calls in pools beside it.
+    """Runs coroutines in one thread, and blocking file calls in thread pools.
 
     The loop never waits for a disk. The end of the process does not either, since all threads are
-    daemons. The loop is uvloop's where that is installed (extra ``fast``), which takes less of the
-    processor for the same.
+    daemons. The loop is uvloop's if that is installed (extra ``fast``), which uses less CPU for the
+    same work.
 
-    States: new, running from the first use on, stopped for good by ``stop``. What is submitted
-    after that raises RuntimeError.
+    States: new, running from the first use on, stopped for good by ``stop``. A later submit raises
+    RuntimeError.
 
     Attributes:
-        watch: Knows whether the disk answers.
+        watch: Detects whether the disk hangs.
     """
 
     def __init__(
@@ -431,8 +430,8 @@ class LoopThread:
         Args:
             name: Name of the thread.
             disk_threads: Threads for short file calls. None for half the processors, 1 to 4: each
-                of them competes with the scheduler for the interpreter's lock.
-            watch: What watches the file calls. None makes one.
+                of them competes with the scheduler for the GIL.
+            watch: Watches the file calls. None makes one.
         """
         self.watch = watch or DiskWatch(Counters())
         self._name = name
@@ -448,7 +447,7 @@ class LoopThread:
 
     @property
     def closed(self) -> bool:
-        """Whether stop() was called."""
+        """True if stop() was called."""
         return self._closed
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
@@ -463,7 +462,7 @@ class LoopThread:
                 except OSError as exc:  # no descriptor is left
                     raise RuntimeError(f"{self._name} cannot start: {exc}") from exc
                 keep_loop(loop)
-                # Daemons here too: a name that is looked up may hang as a disk does.
+                # Daemons here too: a DNS lookup may hang as a disk does.
                 loop.set_default_executor(DaemonPool(_OTHER_THREADS, f"{self._name}-other"))
                 self._disk_pool = DaemonPool(self._disk_threads, f"{self._name}-disk")
                 self._thread = threading.Thread(
@@ -482,7 +481,7 @@ class LoopThread:
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
         except RuntimeError:
-            coroutine.close()  # nobody will await it
+            coroutine.close()  # it will not be awaited
             raise
         self._submitted.add(future)
         future.add_done_callback(self._submitted.discard)
@@ -517,12 +516,12 @@ class LoopThread:
     ) -> T:
         """Await a short blocking call in the disk pool; only from coroutines of this loop.
 
-        The call is watched: if it takes longer than the patience of ``watch``, the disk hangs. One
-        that may take long, such as a walk, goes to ``asyncio.to_thread``.
+        The call is watched: if it takes longer than the patience of ``watch``, the disk hangs. A
+        call that may take long, such as a walk, goes to ``asyncio.to_thread``.
 
         Args:
-            undo: Is called with the result, in the pool, where this await was cancelled and nobody
-                else gets the result.
+            undo: Called with the result, in the pool, if this await was cancelled, so that the
+                result is not lost.
         """
         call = self._submit_to_disk(function, args)
         if call is None:
@@ -539,9 +538,9 @@ class LoopThread:
             self.disk_soon(undo, call.result())
 
     def disk_soon(self, function: Callable[..., object], *args: object) -> None:
-        """Queue a short blocking call for the disk pool. Nobody waits for it; errors are logged.
+        """Queue a short blocking call for the disk pool, without waiting; errors are logged.
 
-        Does nothing where the loop has never run. A call that has not begun when the pool ends is
+        Does nothing if the loop has never run. A call that has not begun when the pool ends is
         not made.
         """
         with suppress(RuntimeError):  # it has ended
@@ -552,7 +551,7 @@ class LoopThread:
     def _submit_to_disk(
         self, function: Callable[..., T], args: tuple[object, ...]
     ) -> Future[T] | None:
-        """Queue a watched call; None where the loop has never run."""
+        """Queue a watched call; None if the loop has never run."""
         if self._disk_pool is None:
             return None
         number = self.watch.begin()  # its wait for a thread counts: calls before it may hang
@@ -565,7 +564,7 @@ class LoopThread:
         return call
 
     def stop(self, timeout_s: float) -> None:
-        """Cancel what runs, end the thread, wait for it up to ``timeout_s``. Idempotent."""
+        """Cancel all tasks, end the thread, wait for it up to ``timeout_s``. Idempotent."""
         with self._lock:
             already, self._closed = self._closed, True
             loop, thread = self._loop, self._thread
@@ -588,7 +587,7 @@ def _log_error(call: Future[Any]) -> None:
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    """A loop of uvloop where that is installed, else asyncio's own.
+    """Create a loop of uvloop if that is installed, else asyncio's own.
 
     Raises:
         OSError: No descriptor is left.
@@ -610,7 +609,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     async def finish() -> None:
-        # What is cancelled may start something else first.
+        # A cancelled task may start another one before it ends.
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 task.cancel()
@@ -624,9 +623,9 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
 
 # -- forks -------------------------------------------------------------------------------------
 #
-# What was made before a fork belongs to the parent. Its threads are not in the child, and what they
-# had locked stays locked there. So a child uses nothing of it, see Node.is_foreign. But the kernel
-# gives the child copies of all descriptors, and these keep locks and connections of a dead parent.
+# Objects made before a fork belong to the parent. Its threads are not in the child, and their locks
+# stay locked there. So a child uses none of the objects, see Node.is_foreign. But the kernel gives
+# the child copies of all descriptors, and these keep a dead parent's locks and connections.
 
 process_number = 0
 """Grows by one in each forked child. Hooks compare it, since os.getpid() is a system call."""
@@ -637,7 +636,7 @@ _loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 def keep_files(path: str) -> None:
-    """Have forked children close every open file below this path, lock files above all.
+    """Make forked children close every open file below this path, lock files above all.
 
     Args:
         path: Absolute, without symbolic links.
@@ -646,10 +645,10 @@ def keep_files(path: str) -> None:
 
 
 def keep_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Have forked children close the sockets of a loop, its pipe and its selector.
+    """Make forked children close the sockets of a loop, its pipe and its selector.
 
-    Otherwise a socket that is garbage in the child would be removed from the selector that the
-    parent waits with, and connections would stay open for as long as the child lives.
+    Otherwise the child's garbage collection would remove a socket from the selector that the parent
+    waits with, and connections would stay open for as long as the child lives.
     """
     _loops.add(loop)
 
@@ -657,7 +656,7 @@ def keep_loop(loop: asyncio.AbstractEventLoop) -> None:
 def _in_child() -> None:
     global process_number  # noqa: PLW0603 - the one place that changes it
     process_number += 1
-    # Replaced, not closed: their objects will close them once more.
+    # Replaced, not closed: their objects will close them again.
     with suppress(OSError), open(os.devnull, "rb") as nothing:
         for fd in itertools.chain(_of_loops(), _of_files()):
             with suppress(OSError):
@@ -665,9 +664,9 @@ def _in_child() -> None:
 
 
 def _of_loops() -> Iterator[int]:
-    """The selector of each loop, and what it waits for, as the kernel tells it: uvloop does not."""
+    """Yield each loop's selector and its descriptors, as the kernel lists them: uvloop does not."""
     for loop in list(_loops):
-        # Loops of other kinds have neither, and keep theirs; one may be half closed.
+        # Other kinds of loops have neither, and keep their descriptors; a loop may be half closed.
         with suppress(AttributeError, OSError, ValueError):
             of_uvloop = getattr(loop, "_get_backend_id", None)
             epoll_fd = of_uvloop() if of_uvloop else loop._selector.fileno()  # type: ignore[attr-defined]
@@ -680,7 +679,7 @@ def _of_loops() -> Iterator[int]:
 def _of_files() -> Iterator[int]:
     paths = tuple(_paths)
     for name in os.listdir(_DESCRIPTORS):
-        with suppress(OSError):  # the listing's own is closed again
+        with suppress(OSError):  # the listing's own descriptor is closed by now
             if os.readlink(f"{_DESCRIPTORS}/{name}").startswith(paths):
                 yield int(name)
 

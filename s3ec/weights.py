@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's files say about its encoder: a fingerprint of the weights, processors and code.
+"""Describes a model's encoder by its files: a fingerprint of the weights, processors and code.
 
 Everything here is computed from files, without torch, vLLM or the network, so that every process
-of every node and the command line come to the same answer. Where the weights lie in a bucket, a
-listing with tags stands in for them; the caller makes it.
+of every node and the command line get the same result. If the weights are in a bucket, a listing
+with tags replaces them; the caller makes it.
 
-The rule works on bytes alone. A Hugging Face snapshot's blob names would be cheaper and would see
-every change, but a plain folder with the same files has none, and a blob's name also changes with
-the language model: two nodes with one encoder would not share.
+The fingerprint uses bytes alone. A Hugging Face snapshot's blob names would be cheaper and would
+detect every change, but a plain folder with the same files has none, and a blob's name also changes
+with the language model: two nodes with one encoder would not share.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ BY_NAME = "by name"
 #: The same for `--load-format dummy`: random values, never to be shared with real ones.
 DUMMY = "dummy"
 
-# Of each tensor: at its begin, at its end, and two between.
+# Samples of each tensor: one at its start, one at its end, and two between.
 _SAMPLES = 4
 _SAMPLE_BYTES = 4096
-# Of a file whose tensors are not told apart. A projector has some in any case.
+# Distance of samples in a file whose tensors are not parsed. So a projector has some in any case.
 _STRIDE_BYTES = 2**20
-# A network folder answers in a millisecond each; together they take no longer than a few.
+# A network folder takes a millisecond per read; parallel reads take little longer than one.
 _READERS = 16
-# What safetensors itself accepts (its MAX_HEADER_SIZE).
+# The limit of safetensors itself (its MAX_HEADER_SIZE).
 _HEADER_LIMIT = 100_000_000
 _DIGEST_CHARS = 32
 
-# Formats in which vLLM 0.26 to 0.33 reads the checkpoint's own files. Tensorizer's are somewhere
-# else, ModelExpress and the IPC cache take them from another process, and what a plugin loads
-# nobody knows.
+# Formats in which vLLM 0.26 to 0.33 reads the checkpoint's own files. Tensorizer's are elsewhere,
+# ModelExpress and the IPC cache take them from another process, and a plugin may load anything.
 _FROM_FILES = frozenset(
     ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache",
      "bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded", "sharded_state")
@@ -61,28 +60,29 @@ _TRAINING = frozenset(
     ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 )
 
-# What processors are made from. Parts of some models have a folder with a configuration of its own.
+# Files that processors are made from. Parts of some models have a folder with a separate
+# configuration.
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json",
                "video_preprocessor_config.json", "tekken.json")  # fmt: skip
-# These change with who saved the file, or concern the language model alone.
+# These depend on the process that saved the file, or concern the language model alone.
 _NO_PROCESSOR = frozenset(("transformers_version", "_name_or_path", "chat_template"))
-# Files that may say which class is whose code ("org/repository--module.Class").
+# Files that may name classes of another repository's code ("org/repository--module.Class").
 _WITH_CODE = ("config.json", "tokenizer_config.json", *_PROCESSORS[:3])
 _ELSEWHERE = re.compile(rb'"([\w.-]+(?:/[\w.-]+)?)--[\w./-]+"')
 
-# The decoder layers, the final norm and the head: what a language model computes with after it was
-# given the embeddings. Checked for every model of vLLM 0.32: none of their `embed_multimodal`
-# touches these. The table of token embeddings counts as the encoder's, because some do read it
-# (qwen3_vl, molmo2, moondream3, nano_nemotron_vl). A name that is not certainly the language
-# model's is the encoder's: an unknown family shares less than it could, never too much. So a bare
-# `blocks.0.` is, which is how a vision tower is saved alone (cosmos3).
+# The decoder layers, the final norm and the head: the parts of a language model that work on the
+# embeddings. Checked for every model of vLLM 0.32: none of their `embed_multimodal` reads these.
+# The table of token embeddings counts as the encoder's, because some do read it (qwen3_vl, molmo2,
+# moondream3, nano_nemotron_vl). A name that is not certainly the language model's counts as the
+# encoder's: an unknown family shares less than it could, never too much. So does a bare
+# `blocks.0.`, the form of a vision tower that is saved alone (cosmos3).
 _WRAPPER = r"(?:(?:model|vlm|thinker|base_model|language_model|text_model|llm|language|text)\.)"
 _LANGUAGE_MODEL = re.compile(
     rf"{_WRAPPER}+(?:layers\.\d+|norm|final_norm|final_layernorm|lm_head|output)\."
     rf"|{_WRAPPER}*(?:transformer|language_model|language|text)\.(?:(?:h|blocks)\.\d+|ln_f)\."
     r"|lm_head\."
 )
-# In Mistral's own files (consolidated*.safetensors) they have no name in front.
+# In Mistral's own files (consolidated*.safetensors) their names have no prefix.
 _MISTRAL_LANGUAGE_MODEL = re.compile(r"(?:layers\.\d+|norm|output)\.")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -92,7 +92,7 @@ Tags = Sequence[tuple[str, int, str]]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Where a model's files come from, as vLLM was told.
+    """Where a model's files come from, as configured in vLLM.
 
     Attributes:
         model: Folder, file, name on a hub, or URL of the weights.
@@ -100,9 +100,9 @@ class Checkpoint:
         load_format: vLLM's ``--load-format``.
         download_dir: vLLM's ``--download-dir``, for weights; None is the hub's own cache folder.
         others: Further models that parts of the encoder are loaded from.
-        files: As ``model``, of the small files. vLLM mirrors those of a bucket into a folder.
-        runs_code: Whether code that the model brings is run.
-        code_revision: As ``revision``, of that code; None is that of the repository it is in.
+        files: As ``model``, for the small files. vLLM mirrors those of a bucket into a folder.
+        runs_code: True if the model's own code is run.
+        code_revision: As ``revision``, for that code; None is that of the repository it is in.
     """
 
     model: str
@@ -117,15 +117,15 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a namespace says of a model's files.
+    """A namespace's record of a model's files.
 
     Attributes:
-        fingerprint: ``sha256:`` and 32 hex digits, or DUMMY, or BY_NAME; empty where there is a
+        fingerprint: ``sha256:`` and 32 hex digits, or DUMMY, or BY_NAME; empty if there is a
             problem.
         processors: Name to digest, of the files that processors are made from.
-        code: The same of the code that the model brings.
-        problem: Why nobody knows which weights, processors or code these are. Then nothing may be
-            shared. None where nothing is wrong.
+        code: Name to digest, of the model's own code.
+        problem: Why the weights, processors or code are unknown. Then nothing may be shared. None
+            if there is no problem.
     """
 
     fingerprint: str
@@ -141,7 +141,7 @@ class Weights:
 
 
 class UnknownFilesError(Exception):
-    """The message says why nobody knows what the files hold."""
+    """The content of the files is unknown; the message says why."""
 
 
 def weights_of(
@@ -150,11 +150,11 @@ def weights_of(
     fingerprint: bool = True,
     list_bucket: Callable[[str], Tags] | None = None,
 ) -> Weights:
-    """What a namespace should say about the files of one engine's model.
+    """Return the namespace's record for the files of one engine's model.
 
     Args:
-        fingerprint: Whether to read the weights; False takes their name, unless they are dummies.
-        list_bucket: The objects below an ``s3://`` URL; may ask the network. None where nobody may.
+        fingerprint: True to read the weights; False takes their name, unless they are dummies.
+        list_bucket: Lists the objects below an ``s3://`` URL, over the network. None forbids that.
     """
     try:
         if checkpoint.load_format == "dummy":
@@ -169,7 +169,7 @@ def weights_of(
         except UnknownFilesError:
             if fingerprint:
                 raise
-            return Weights(known)  # whoever trusts the name of the weights trusts it for these too
+            return Weights(known)  # a setting that trusts the name of the weights covers these too
         code = {}
         if checkpoint.runs_code:
             revision = checkpoint.code_revision
@@ -182,25 +182,25 @@ def weights_of(
 
 
 def fingerprint_of(checkpoint: Checkpoint, list_bucket: Callable[[str], Tags] | None = None) -> str:
-    """The fingerprint of the encoder's and the projector's weights.
+    """Return the fingerprint of the encoder's and the projector's weights.
 
     It covers the names, types and shapes of all tensors that are not certainly the language
-    model's, and four samples of 4 KiB of each: at its begin, at its end and between. How the
-    tensors are spread over files does not matter.
+    model's, and four samples of 4 KiB of each: at its start, at its end and between. The
+    distribution of tensors over files does not matter.
 
-    It sees another training run, a fine-tuned or quantised encoder, a new projector, a merged
-    adapter: these change nearly every value of a tensor. It cannot see a change of a few values
-    that lies between the samples, such as one edited row of a table.
+    It detects another training run, a fine-tuned or quantised encoder, a new projector, a merged
+    adapter: these change nearly every value of a tensor. It cannot detect a change of a few values
+    between the samples, such as one edited row of a table.
 
-    Checkpoints of other kinds (``.bin``, ``.pt``, GGUF) are taken as a whole, with the language
-    model: size, a sample of 4 KiB of each MiB, and the CRC of each tensor where the file is a zip.
+    Checkpoints of other kinds (``.bin``, ``.pt``, GGUF) are covered as a whole, with the language
+    model: size, a sample of 4 KiB of each MiB, and the CRC of each tensor if the file is a zip.
     Those in a bucket likewise, by the names, sizes and tags of their objects.
 
     Returns:
         ``sha256:`` and 32 hex digits.
 
     Raises:
-        UnknownFilesError: The files are not here, or of a kind that is not known.
+        UnknownFilesError: The files are not here, or of an unknown kind.
         OSError: They cannot be read.
     """
     if checkpoint.load_format not in _FROM_FILES:
@@ -220,7 +220,7 @@ def fingerprint_of(checkpoint: Checkpoint, list_bucket: Callable[[str], Tags] | 
 
 
 def content_digest(path: str | Path) -> str:
-    """SHA-256 of a small file, 32 hex digits.
+    """Return the SHA-256 of a small file, 32 hex digits.
 
     Raises:
         OSError: It cannot be read.
@@ -232,7 +232,7 @@ def content_digest(path: str | Path) -> str:
 
 
 def place_of(model: str, revision: str | None, download_dir: str | None) -> Path:
-    """The file or folder that vLLM finds a model or an adapter in.
+    """Return the file or folder in which vLLM finds a model or an adapter.
 
     Args:
         download_dir: See Checkpoint.
@@ -256,7 +256,7 @@ def place_of(model: str, revision: str | None, download_dir: str | None) -> Path
 
 
 def _modelscope_snapshot(model: str, revision: str | None, download_dir: str | None) -> Path:
-    """Its cache has had several layouts, so it is asked; it looks at the disk alone."""
+    """Ask ModelScope, whose cache has had several layouts; it reads the disk only."""
     try:
         module = importlib.import_module("modelscope.hub.snapshot_download")
         found = Path(
@@ -264,7 +264,7 @@ def _modelscope_snapshot(model: str, revision: str | None, download_dir: str | N
                 model_id=model, revision=revision, cache_dir=download_dir, local_files_only=True
             )
         )
-    except Exception as exc:  # of many kinds
+    except Exception as exc:  # it raises many types
         raise UnknownFilesError(f"ModelScope has no copy of {model} here: {exc!r}") from exc
     if not found.is_dir():
         raise UnknownFilesError(f"ModelScope has no copy of {model} here")
@@ -272,7 +272,7 @@ def _modelscope_snapshot(model: str, revision: str | None, download_dir: str | N
 
 
 def _hub_cache(download_dir: str | None) -> Path:
-    """Where huggingface_hub 1.x keeps snapshots (its constants.py)."""
+    """Return the folder of huggingface_hub 1.x for snapshots (its constants.py)."""
     for given in (
         download_dir,
         os.environ.get("HF_HUB_CACHE"),
@@ -302,7 +302,7 @@ def _snapshot_of(name: str, revision: str, cache: Path) -> Path | None:
 
 
 def _processors_of(place: Path) -> dict[str, str]:
-    """Digests of what the processors of all modalities are made from."""
+    """Return digests of the files that the processors of all modalities are made from."""
     if not place.is_dir():
         return {}
     files = [place / name for name in _PROCESSORS]
@@ -325,9 +325,9 @@ def _processors_of(place: Path) -> dict[str, str]:
 
 
 def _code_of(place: Path, revision: str | None) -> dict[str, str]:
-    """Digests of the code that a model brings, or takes from other repositories of the hub.
+    """Return digests of a model's own code, and of code from other repositories of the hub.
 
-    What of those is not on this machine was not needed here.
+    Repositories that are not on this machine were not needed here.
     """
     if not place.is_dir():
         return {}
@@ -345,11 +345,11 @@ def _code_of(place: Path, revision: str | None) -> dict[str, str]:
     }
 
 
-# -- what is in the weights --------------------------------------------------------------------
+# -- content of the weights --------------------------------------------------------------------
 
 
 def _digest_of_tags(url: str, list_bucket: Callable[[str], Tags]) -> bytes:
-    """Of weights in a bucket, which are streamed past this machine's disk."""
+    """Return the digest of weights in a bucket, which never reach this machine's disk."""
     try:
         found = sorted(one for one in list_bucket(url) if one[0].endswith(".safetensors"))
     except S3ECError as exc:
@@ -362,10 +362,10 @@ def _digest_of_tags(url: str, list_bucket: Callable[[str], Tags]) -> bytes:
 def _digest_of_place(place: Path, load_format: str, *, whole: bool = False) -> bytes:
     """
     Args:
-        whole: All of it is the encoder's.
+        whole: True if all of it is the encoder's.
     """
     if place.is_file():
-        # GGUF: the encoder is in a file of its own beside it.
+        # GGUF: the encoder is in a separate file in the same folder.
         beside = (p for p in place.parent.glob("*mmproj*.gguf") if p != place)
         return _digest_of_opaque(place.parent, [place, *sorted(beside)])
     files = _files_of(place, load_format)
@@ -376,10 +376,9 @@ def _digest_of_place(place: Path, load_format: str, *, whole: bool = False) -> b
 
 
 def _files_of(folder: Path, load_format: str) -> list[Path]:
-    """The files that vLLM loads (0.32, default_loader.py: _prepare_weights).
+    """Return the files that vLLM loads (0.32, default_loader.py: _prepare_weights).
 
-    So are those one folder below: towers of some models lie there (kimi_audio, mimo_audio,
-    cosmos3).
+    Also those one folder below: some models have towers there (kimi_audio, mimo_audio, cosmos3).
     """
     index = "model.safetensors.index.json"
     patterns = ["*.safetensors", "*.bin", "*.pt"]
@@ -407,7 +406,7 @@ def _weights_like(folder: Path, pattern: str) -> list[Path]:
 
 
 def _in_index(files: list[Path], index: Path) -> list[Path]:
-    """Those that the index names; a folder may hold the same weights twice."""
+    """Return the files that the index names; a folder may hold the same weights twice."""
     if not index.is_file():
         return files
     try:
@@ -433,15 +432,15 @@ class _Tensor:
 def _digest_of_safetensors(folder: Path, files: Sequence[Path], *, whole: bool) -> bytes:
     counted: list[_Tensor] = []
     if not whole:
-        # Without the language model's, of which a mixture of experts has hundreds of thousands.
+        # Skip the language model's: a mixture of experts has hundreds of thousands.
         counted = _all_tensors(files, lambda file: _tensors_of(folder, file, _is_encoders))
-    # Where every name looks like a language model's, they mean something else.
+    # If every name looks like a language model's, the names mean something else.
     counted = counted or _all_tensors(files, lambda file: _tensors_of(folder, file))
     names = [each.name for each in counted]
     once = len(set(names)) == len(names)
     digest = hashlib.sha256()
     for each in counted:
-        # Files of the ranks of a sharded checkpoint hold tensors of one name.
+        # The ranks' files of a sharded checkpoint hold tensors of the same name.
         where = "" if once else each.file.name
         line = json.dumps([each.name, where, each.dtype, each.shape], separators=(",", ":"))
         digest.update(line.encode() + b"\n")
@@ -455,7 +454,7 @@ def _digest_of_safetensors(folder: Path, files: Sequence[Path], *, whole: bool) 
 
 
 def _is_encoders(name: str, file: Path) -> bool:
-    """Whether a tensor may be the encoder's or the projector's; its name decides."""
+    """Return True if a tensor may be the encoder's or the projector's, by its name."""
     if file.name.startswith("consolidated") and _MISTRAL_LANGUAGE_MODEL.match(name):
         return False
     return not _LANGUAGE_MODEL.match(name)
@@ -469,7 +468,7 @@ def _all_tensors(files: Sequence[Path], of_file: Callable[[Path], list[_Tensor]]
 def _tensors_of(
     folder: Path, file: Path, counts: Callable[[str, Path], bool] = lambda *_: True
 ) -> list[_Tensor]:
-    # What lies in a folder of its own is part of a name: it is no language model's.
+    # A subfolder becomes part of the names: those are no language model's.
     front = str(file.parent.relative_to(folder) / "_")[:-1]
     try:
         with file.open("rb") as stream:
@@ -492,11 +491,11 @@ def _tensor(name: str, file: Path, entry: dict[str, Any], data: int) -> _Tensor:
 
 
 _Sample = tuple[Path, int, int]
-"""File, offset and length of what is read."""
+"""File, offset and length of one read."""
 
 
 def _spread(size: int, count: int) -> Iterable[tuple[int, int]]:
-    """At most ``count`` pieces of a run of bytes, from its begin to its end; all where it is less.
+    """Spread at most ``count`` pieces over ``size`` bytes, first to last; cover all if they fit.
 
     Returns:
         Offset and length of each.
@@ -508,7 +507,7 @@ def _spread(size: int, count: int) -> Iterable[tuple[int, int]]:
 
 
 def _digest_of_opaque(folder: Path, files: Sequence[Path]) -> bytes:
-    """Of files whose tensors are not told apart."""
+    """Return the digest of files whose tensors are not parsed."""
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
@@ -523,7 +522,7 @@ def _digest_of_opaque(folder: Path, files: Sequence[Path]) -> bytes:
 
 
 def _zip_entries(file: Path) -> list[str]:
-    """Names, sizes and checksums that torch.save wrote; none where the file is no zip."""
+    """Return names, sizes and checksums that torch.save wrote; none if the file is no zip."""
     if file.suffix not in (".bin", ".pt") or not zipfile.is_zipfile(file):
         return []
     try:
@@ -534,7 +533,7 @@ def _zip_entries(file: Path) -> list[str]:
 
 
 def _digests(samples: Sequence[Sequence[_Sample]]) -> list[bytes]:
-    """SHA-256 of what each group of samples holds, in their order."""
+    """Return the SHA-256 of each group of samples, in their order."""
     with contextlib.ExitStack() as stack:
         streams = {
             file: stack.enter_context(file.open("rb", buffering=0))

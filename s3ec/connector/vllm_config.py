@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's configuration says to s3ec: namespace, topology, role, features, checks."""
+"""Reads vLLM's configuration for s3ec: namespace, topology, role, features, checks."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from s3ec.settings import Settings
 from s3ec.tenant import Tenant
 from s3ec.weights import Checkpoint, Weights, content_digest, weights_of
 
-# Those for which some model of vLLM declares placeholder metadata.
+# Modalities for which a model of vLLM declares placeholder metadata.
 MODALITIES = ("image", "video", "audio")
-# vLLM hands a request's own embeddings through as a modality of this name; nothing to cache.
+# vLLM passes a request's own embeddings on as a modality of this name; nothing to cache.
 PASSED_THROUGH = "prompt_embeds"
-# With `--mm-processor-cache-type shm` an item holds three numbers, which say where the worker
+# With `--mm-processor-cache-type shm` an item holds three numbers, the address at which the worker
 # finds its fields (vLLM 0.32, multimodal/cache/shm.py, `address_as_item`).
 _SHM_ADDRESS = "address"
-# A video's grid alone says where its frames are in time for these only. Qwen2.5-VL, and what is
-# made after it, place them by seconds, which such a request cannot carry (vLLM 0.30 to 0.32,
-# qwen2_5_vl.py, `second_per_grid_ts`). vLLM then takes one second, and the answers are others.
+# Models for which a video's grid alone gives its frames' times. Qwen2.5-VL and its successors place
+# frames by seconds, which such a request cannot carry (vLLM 0.30 to 0.32, qwen2_5_vl.py,
+# `second_per_grid_ts`). vLLM then assumes one second, and the outputs differ.
 _TIMED_BY_GRID = ("qwen2_vl",)
 _TIMES = "timestamps"
-_ROUNDED = 0.01  # of the seconds in a size; all else in one are whole numbers
+_ROUNDED = 0.01  # tolerance for seconds in a size; all other values of a size are whole numbers
 # Settings of the multimodal configuration that change an encoder's output but not vLLM's hash
-# of the image. A release that lacks one counts as having it unset.
+# of the image. A setting that a release does not have counts as unset.
 _MULTIMODAL_SETTINGS = ("video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
-# Of `mm_processor_kwargs`, those of one modality only. Those of pictures are the namespace's.
+# The `mm_processor_kwargs` of one modality only. Those of images are in the namespace.
 _OWN_PROCESSOR_KWARGS = {"video": "videos_kwargs", "audio": "audio_kwargs"}
 _ENCODER_CONFIGS = ("vision_config", "audio_config", "speech_config", "encoder_config")
-# Parts of a Hugging Face configuration that say nothing about an encoder. What is quantised in the
-# checkpoint shows in its tensors.
-# On a model's configuration: the settings and the descriptor that were made of it first.
+# Attribute of a model's configuration: the settings and the descriptor first made from it.
 _DESCRIBED = "_s3ec_described"
+# Parts of a Hugging Face configuration that say nothing about an encoder. A quantised checkpoint
+# shows in its tensors.
 _NO_ENCODER_CONFIGS = frozenset(
     ("text_config", "llm_config", "language_config", "talker_config", "token2wav_config",
      "code2wav_config", "generation_config", "quantization_config", "compression_config",
@@ -46,7 +46,7 @@ _NO_ENCODER_CONFIGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What this vLLM instance does.
+    """The role of this vLLM instance.
 
     Attributes:
         producer: It may store embeddings.
@@ -54,15 +54,15 @@ class Role:
         window_tokens: Most tokens that one step can schedule for a request.
         ranks: Workers that load every granted item (tensor parallel size).
         steps_in_flight: Steps that can be scheduled before the first of them has ended.
-        defer_timeout_s: Longest deferral of a request in all.
-        asked_every_pass: Whether vLLM calls ensure_cache_available for a request in every
-            pass that schedules it (0.30 and newer), or only before its first one.
-        can_load: Whether all workers that load see this node's tier. Else nothing is granted.
-        stores_again: Workers can store what the device holds already (vLLM's hook
-            ``start_save_caches``, 0.30 and newer).
+        defer_timeout_s: Longest deferral of a request in total.
+        asked_every_pass: True if vLLM calls ensure_cache_available for a request in every
+            pass that schedules it (0.30 and newer), False if only before its first one.
+        can_load: True if all workers that load see this node's tier. Else nothing is granted.
+        stores_again: True if workers can store embeddings that are on the device already (vLLM's
+            hook ``start_save_caches``, 0.30 and newer).
         unshared: Modalities of which nothing is loaded or saved, see ``forms.py``.
-        tower_adapters: LoRA adapters may touch the encoder. Nothing that one has its part in is
-            loaded or saved.
+        tower_adapters: True if LoRA adapters may change the encoder. Embeddings of requests with
+            an adapter are neither loaded nor saved.
     """
 
     producer: bool
@@ -79,14 +79,14 @@ class Role:
 
 
 def loading_ranks(vllm_config: Any) -> int:
-    """How many workers load every granted embedding: those of the first pipeline stage."""
+    """Return how many workers load every granted embedding: those of the first pipeline stage."""
     parallel = vllm_config.parallel_config
     ranks: int = parallel.tensor_parallel_size
     return ranks * getattr(parallel, "prefill_context_parallel_size", 1)
 
 
 def ranks_problem(vllm_config: Any) -> str | None:
-    """Why the ranks that load may not see the scheduler's tier; None if all certainly do."""
+    """Return why ranks that load may not see the scheduler's tier; None if all certainly do."""
     parallel = vllm_config.parallel_config
     ranks = loading_ranks(vllm_config)
     workers = ranks * getattr(parallel, "pipeline_parallel_size", 1)
@@ -101,10 +101,10 @@ def ranks_problem(vllm_config: Any) -> str | None:
 
 
 class FeatureReader:
-    """Answers two questions about features without imports or I/O at call time.
+    """Finds features without pixels and their metadata, without imports or I/O at call time.
 
-    The fields that a model declares for a request without pixels are asked for once, at start-up:
-    vLLM builds a processor to answer, which takes far too long for a scheduling pass.
+    The fields that a model declares for a request without pixels are read once, at start-up: vLLM
+    builds a processor to return them, which takes far too long for a scheduling pass.
     """
 
     def __init__(self, model_config: Any) -> None:
@@ -119,27 +119,27 @@ class FeatureReader:
             self._fields[modality] = frozenset(resolver.fields_for(modality))
         try:
             from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
-        except ImportError:  # no connector of this release answers with them
+        except ImportError:  # no connector of this release returns them
             return
         self._collect = collect_ec_item_metadata
 
     def fields_for(self, modality: str) -> Collection[str]:
-        """Fields that the model declares; vLLM's resolver would build a processor to answer."""
+        """Return the fields that the model declares, from memory."""
         return self._fields.get(modality, ())
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Those that a request may name without pixels, as far as the model goes."""
+        """Modalities that a request may name without pixels, as far as the model allows."""
         return tuple(modality for modality in MODALITIES if self._fields.get(modality))
 
     def items_of(self, features: Sequence[Any], unstored: Collection[int]) -> dict[str, Any]:
-        """What vLLM's own connectors answer an encoder's request with, by identifier.
+        """Return the items of an encoder's request, by identifier, as vLLM's own connectors do.
 
-        A language instance may do without the pixels of an item that has metadata.
+        A language instance needs no pixels of an item that has metadata.
 
         Args:
-            features: Of a request that has ended.
-            unstored: Places of those whose embedding nobody will find. They get no metadata.
+            features: Features of a request that has ended.
+            unstored: Positions of those whose embedding is not stored. They get no metadata.
         """
         if self._collect is None:
             return {}
@@ -149,11 +149,11 @@ class FeatureReader:
         return items
 
     def needs_embedding(self, feature: Any) -> bool:
-        """Whether this feature came without pixels: only a stored embedding can serve it.
+        """Return True if this feature came without pixels: only a stored embedding can serve it.
 
         vLLM sends three kinds of them: declared metadata fields, those together with all fields
         that stay on the CPU (the render endpoint), and no data at all (a bare hash). A field that
-        is neither declared nor kept on the CPU is what the encoder works on; so is an address in
+        is neither declared nor kept on the CPU is input of the encoder; so is an address in
         shared memory, which vLLM gives to every item that has its data there.
         """
         data = feature.data
@@ -166,11 +166,11 @@ class FeatureReader:
         return bool(feature.modality != PASSED_THROUGH)
 
     def placeholder(self, feature: Any) -> dict[str, Any] | None:
-        """Placeholder metadata (grid, timestamps) of a feature as plain JSON.
+        """Return the placeholder metadata (grid, timestamps) of a feature as plain JSON.
 
         Returns:
-            Empty where the model needs none. None where this process cannot see it: the fields
-            lie in shared memory, which only workers read.
+            The metadata; empty if the model needs none. None if this process cannot see it: the
+            fields are in shared memory, which only workers read.
         """
         fields = self._fields.get(feature.modality)
         if not fields or feature.data is None:
@@ -186,10 +186,10 @@ class FeatureReader:
 
 
 def contradicts(stored: Mapping[str, Any], claimed: Mapping[str, Any]) -> bool:
-    """Whether a request without pixels claims another size than is stored with the embedding.
+    """Return True if a request without pixels claims another size than the stored one.
 
-    Fields that only one of them has are not compared, nor how numbers are nested. Times may have
-    been rounded on their way.
+    Fields that only one side has are not compared, nor is the nesting of numbers. Times may have
+    been rounded in transfer.
     """
     for name in stored.keys() & claimed.keys():
         ours, theirs = list(_flat(stored[name])), list(_flat(claimed[name]))
@@ -214,12 +214,12 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WithoutPixels:
-    """Whether an engine takes requests that name a picture and do not bring it.
+    """Whether an engine accepts requests that name an image and do not bring it.
 
     Attributes:
-        modalities: For which vLLM is told all that the pixels would tell it.
-        problem: What is missing; empty where it takes them.
-        mend: What to do about that; empty where nothing can be done.
+        modalities: Modalities for which such a request carries all metadata that vLLM needs.
+        problem: What is missing; empty if it accepts them.
+        mend: The fix; empty if there is none.
     """
 
     modalities: tuple[str, ...]
@@ -233,10 +233,10 @@ class WithoutPixels:
 
 
 def without_pixels(vllm_config: Any, features: FeatureReader, role: str) -> WithoutPixels:
-    """Read it off model, release and role.
+    """Derive it from model, release and role.
 
     Args:
-        features: Knows what the model declares.
+        features: Reads the fields that the model declares.
         role: vLLM's ``ec_role``. A consumer accepts them by itself (0.30 and newer).
     """
     multimodal = vllm_config.model_config.multimodal_config
@@ -257,17 +257,17 @@ def without_pixels(vllm_config: Any, features: FeatureReader, role: str) -> With
 
 
 def namespace_of(vllm_config: Any, settings: Settings, weights: Weights | None = None) -> Namespace:
-    """The namespace that this engine reads and writes.
+    """Return the namespace that this engine reads and writes.
 
     Args:
         vllm_config: vLLM's VllmConfig.
         settings: For ``model_identity``, which replaces the ``--model`` string, ``weights``,
             ``encoder_epoch`` and ``tenant_key``.
-        weights: What the descriptor says about the model's files; None finds out.
+        weights: The descriptor's part about the model's files; None reads the files.
 
     Raises:
         ConfigError: The configuration cannot be described as JSON; the tenant's secret or a file
-            that belongs to the description cannot be read; or nobody knows the weights.
+            that belongs to the description cannot be read; or the weights are unknown.
     """
     weights = weights or encoder_weights(vllm_config, settings)
     if weights.problem is not None:
@@ -277,12 +277,12 @@ def namespace_of(vllm_config: Any, settings: Settings, weights: Weights | None =
 
 
 def encoder_weights(vllm_config: Any, settings: Settings) -> Weights:
-    """What the files of this engine's model say; takes some 100 ms, and the network for S3."""
+    """Describe the files of this engine's model; takes some 100 ms, and the network for S3."""
     return weights_at(checkpoint_of(vllm_config), settings)
 
 
 def weights_at(checkpoint: Checkpoint, settings: Settings) -> Weights:
-    """As encoder_weights."""
+    """As encoder_weights, for a checkpoint."""
 
     def tags_below(url: str) -> list[tuple[str, int, str]]:
         from s3ec.store import tags  # the SDK takes 0.3 s
@@ -295,10 +295,10 @@ def weights_at(checkpoint: Checkpoint, settings: Settings) -> Weights:
 
 
 def checkpoint_of(vllm_config: Any) -> Checkpoint:
-    """Where vLLM takes the model's files from."""
+    """Return where vLLM reads the model's files from."""
     model = vllm_config.model_config
     load = vllm_config.load_config
-    # Ultravox: the audio tower comes from a model of its own.
+    # Ultravox: the audio tower comes from a separate model.
     others = getattr(model.hf_config, "audio_model_id", None)
     return Checkpoint(
         # vLLM mirrors the small files of an object store's model into a folder and runs on that.
@@ -314,9 +314,9 @@ def checkpoint_of(vllm_config: Any) -> Checkpoint:
 
 
 def describe_once(vllm_config: Any, settings: Settings) -> dict[str, Any]:
-    """The descriptor but for what files say, as it was when this process first asked for it.
+    """Return the descriptor without the files' part, as of this process's first call.
 
-    Constructors of some models write into the configuration that is described (0.32, isaac.py,
+    Constructors of some models write into the described configuration (0.32, isaac.py,
     eagle2_5_vl.py). With one device both halves have the same configuration, and the model is made
     after the worker half and before the scheduler half.
     """
@@ -329,13 +329,13 @@ def describe_once(vllm_config: Any, settings: Settings) -> dict[str, Any]:
 
 
 def _describe_but_files(vllm_config: Any, settings: Settings) -> dict[str, Any]:
-    """Plain JSON, the same on every replica that may share embeddings."""
+    """Return plain JSON, the same on every engine that may share embeddings."""
     model = vllm_config.model_config
     multimodal = model.multimodal_config
     tenant = Tenant.read(settings.tenant_key)
     extra = _multimodal_settings(multimodal)
     processor, media = _processor_kwargs(multimodal), _media_io_kwargs(multimodal)
-    # Mean, size, resampling: what a folder whose files are replaced may change as well.
+    # Mean, size, resampling: replaced files of a folder may change these as well.
     images = _plain(getattr(model, "hf_image_processor_config", None) or {})
     return {
         "model": settings.model_identity or getattr(model, "model_weights", "") or model.model,
@@ -344,7 +344,7 @@ def _describe_but_files(vllm_config: Any, settings: Settings) -> dict[str, Any]:
         "quantization": model.quantization,
         **_quantization_config(getattr(model, "quantization_config", None)),
         "encoder": _encoder_configs(model.hf_config),
-        # What is of videos or sound alone is in the names of those, see scopes_of.
+        # Settings of videos or audio alone are in the names of those, see scopes_of.
         "mm_processor_kwargs": _plain(_without(processor, _OWN_PROCESSOR_KWARGS.values())),
         "media_io_kwargs": _plain(_without(media, _OWN_PROCESSOR_KWARGS)),
         "hasher": hash_algorithm(multimodal),
@@ -356,12 +356,12 @@ def _describe_but_files(vllm_config: Any, settings: Settings) -> dict[str, Any]:
 
 
 def scopes_of(vllm_config: Any) -> ModalityScopes:
-    """What marks the embeddings of each modality that has settings of its own.
+    """Return the marks of the embeddings of each modality that has settings of its own.
 
-    They are told apart by their names, so that engines which differ in how they take videos share
-    the embeddings of pictures. vLLM keeps these settings out of a picture's hash as well (0.30 and
+    The marks are part of their names, so that engines which process videos differently still share
+    the embeddings of images. vLLM keeps these settings out of an image's hash as well (0.30 and
     newer, multimodal/processing/inputs.py). Its hash of a video has them in an API server only.
-    The pruning of videos is no such setting: it makes embeddings of pictures wider (qwen3_vl.py).
+    The pruning of videos is no such setting: it makes embeddings of images wider (qwen3_vl.py).
     """
     multimodal = vllm_config.model_config.multimodal_config
     processor, media = _processor_kwargs(multimodal), _media_io_kwargs(multimodal)
@@ -407,17 +407,17 @@ def _multimodal_settings(multimodal: Any) -> dict[str, str]:
 
 
 def _quantization_config(given: Any) -> dict[str, Any]:
-    """``--quantization-config``, which says layer by layer what is quantised while it is loaded.
+    """Describe ``--quantization-config``: which layers are quantised while they are loaded.
 
     Args:
-        given: A dictionary, or what vLLM makes of it (0.32, config/quantization.py).
+        given: A dictionary, or vLLM's object made from it (0.32, config/quantization.py).
 
     Returns:
-        Empty where nothing is set.
+        A part of the descriptor; empty if nothing is set.
     """
     values = given if isinstance(given, dict) else vars(given) if given is not None else {}
     kept = {
-        # vLLM's specification of one kind of layers: its string form leaves a half out.
+        # vLLM's specification of one kind of layers: its str() omits one half.
         key: repr(value) if hasattr(value, "activation") else value
         for key, value in values.items()
         if value and not key.startswith("_")
@@ -426,20 +426,20 @@ def _quantization_config(given: Any) -> dict[str, Any]:
 
 
 def _processor_kwargs(multimodal: Any) -> dict[str, Any]:
-    """Without where the processor runs: that changes no embedding.
+    """Return the processor's settings without its device, which changes no embedding.
 
-    An encode-only instance on an accelerator runs it there, and vLLM notes it here (0.28 and
-    newer, config/vllm.py: _resolve_mm_processor_device).
+    An encode-only instance on an accelerator runs the processor there, and vLLM adds the device
+    (0.28 and newer, config/vllm.py: _resolve_mm_processor_device).
     """
     given = getattr(multimodal, "mm_processor_kwargs", None) or {}
     return {name: value for name, value in given.items() if name != "device"}
 
 
 def _media_io_kwargs(multimodal: Any) -> dict[str, Any]:
-    """Without what vLLM adds on an encode-only instance on CUDA, and without empty modalities.
+    """Return them without vLLM's additions on an encode-only CUDA instance or empty modalities.
 
     vLLM 0.30 and newer decode video there with torchcodec on the device, or leave an empty entry
-    where torchcodec is missing (config/vllm.py: _resolve_mm_video_decode_device). Consumers of the
+    if torchcodec is missing (config/vllm.py: _resolve_mm_video_decode_device). Consumers of the
     same fleet have neither.
     """
     kept: dict[str, Any] = {}
@@ -453,13 +453,13 @@ def _media_io_kwargs(multimodal: Any) -> dict[str, Any]:
 
 
 def _encoder_configs(hf_config: Any) -> dict[str, Any]:
-    """The encoders' own settings, without what every Hugging Face configuration has.
+    """Return the encoders' own settings, without the fields of every Hugging Face configuration.
 
     The base class's fields (label maps, generation defaults) come and go with releases of
-    transformers and say nothing about an encoder. What stands beside the parts does: which layer
-    an image is taken from, how many tokens it becomes, how features are merged. A part of another
-    name counts, unless it is certainly not an encoder's: an unknown family shares less than it
-    could, never too much.
+    transformers and say nothing about an encoder. Top-level fields do count: which layer an image
+    is taken from, how many tokens it becomes, how features are merged. A part of another name
+    counts, unless it is certainly not an encoder's: an unknown family shares less than it could,
+    never too much.
     """
     from transformers import PretrainedConfig
 
@@ -479,7 +479,7 @@ def _encoder_configs(hf_config: Any) -> dict[str, Any]:
             if not isinstance(value, dict):
                 kept[key] = value
             elif key not in _NO_ENCODER_CONFIGS:
-                # In an encoder's part everything is the encoder's, whatever it is called.
+                # In an encoder's part all fields are the encoder's, whatever their names.
                 inner = own(value) if key in _ENCODER_CONFIGS else parts(value)
                 if inner:
                     kept[key] = inner
@@ -493,7 +493,7 @@ def _encoder_configs(hf_config: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON as it is; anything else by its string form."""
+    """Return JSON values unchanged; floats by repr, other types by str."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -504,7 +504,7 @@ def _plain(value: Any) -> Any:
 
 
 def hash_algorithm(multimodal: Any) -> str:
-    """The algorithm of vLLM's image hash: a setting since 0.27, a variable before."""
+    """Return the algorithm of vLLM's image hash: a setting since 0.27, a variable before."""
     algorithm = getattr(multimodal, "mm_hasher_algorithm", None)
     if algorithm is None:
         from vllm import envs
@@ -514,9 +514,9 @@ def hash_algorithm(multimodal: Any) -> str:
 
 
 def identifier_problem(vllm_config: Any) -> str | None:
-    """Why this configuration gives images no content hash; None if it does.
+    """Return why this configuration gives images no content hash; None if it does.
 
-    Without a processor cache and without prefix caching vLLM counts images instead of hashing
+    Without a processor cache and without prefix caching, vLLM numbers images instead of hashing
     them: the same name means another image after a restart.
     """
     multimodal = vllm_config.model_config.multimodal_config
@@ -532,7 +532,7 @@ def identifier_problem(vllm_config: Any) -> str | None:
 
 
 def trust_problem(vllm_config: Any, settings: Settings) -> str | None:
-    """Why nothing would be left where clients' identifiers are refused; None if much is."""
+    """Return why refusing clients' identifiers would refuse all; None if vLLM's own pass."""
     multimodal = vllm_config.model_config.multimodal_config
     if settings.trust_client_ids or multimodal is None or hash_algorithm(multimodal) != "sha512":
         return None
@@ -544,7 +544,7 @@ def trust_problem(vllm_config: Any, settings: Settings) -> str | None:
 
 
 def live_weights_problem(vllm_config: Any, settings: Settings) -> str | None:
-    """Why this engine's weights are not those of its checkpoint; None if nothing says so."""
+    """Return why this engine's weights will differ from its checkpoint; None if nothing says so."""
     transfer = getattr(vllm_config, "weight_transfer_config", None)
     if transfer is None or settings.live_weights == "ignore":
         return None
@@ -555,7 +555,7 @@ def live_weights_problem(vllm_config: Any, settings: Settings) -> str | None:
 
 
 def model_problem(vllm_config: Any) -> str | None:
-    """Why this model has no encoder cache to connect to; None if it has."""
+    """Return why this model has no encoder cache to connect to; None if it has one."""
     model = vllm_config.model_config
     if getattr(model, "is_encoder_decoder", False):
         return "encoder-decoder models keep their encoder outputs elsewhere; s3ec stays inactive"
