@@ -37,7 +37,7 @@ MADE_BY = re.compile(r"[a-z]+=[!-~]+(?: [a-z]+=[!-~]+)*")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an encoder output must look like to be used.
+    """Shape and dtype of an encoder output.
 
     Attributes:
         rows: Embeddings, one per placeholder token.
@@ -65,13 +65,13 @@ class Header:
         modality: ``image``, ``video``, ``audio``...
         shape: Rows, width and dtype of the tensor.
         checksum: xxh3-128 of the tensor's bytes, 32 hex digits.
-        placeholder: What a request without pixels needs (grid, timestamps); plain JSON. None
-            where the writer could not see it.
+        placeholder: Metadata for a request without pixels (grid, timestamps); plain JSON. None
+            if the writer could not see it.
         data_start: Offset of the tensor in the file, bytes.
-        front_digest: xxh3-128 of all bytes in front of the tensor; empty where it was not read
-            from an entry. Who has the same bytes later need not parse them.
-        made_by: Names and versions of what it was made with, such as ``vllm=0.32.0 torch=2.13.0
-            platform=cpu``; empty where they are not known. Compared with no request.
+        front_digest: xxh3-128 of all bytes in front of the tensor; empty if it was not read
+            from an entry. A later reader of the same bytes need not parse them.
+        made_by: Names and versions of the software and device that made it, such as ``vllm=0.32.0
+            torch=2.13.0 platform=cpu``; empty if they are not known. Compared with no request.
     """
 
     identifier: str
@@ -91,9 +91,9 @@ class Header:
 
 
 def is_finite(data: memoryview | bytes | bytearray, dtype: str) -> bool:
-    """Whether no value is NaN or infinite; 0.05 ms per MiB, off the GIL, no memory.
+    """Return True if no value is NaN or infinite; 0.05 ms per MiB, off the GIL, no memory.
 
-    Read as integers such values are the largest: positive ones of the signed type, negative ones
+    Read as integers, such values are the largest: positive ones of the signed type, negative ones
     of the unsigned one.
 
     Args:
@@ -112,11 +112,11 @@ def is_finite(data: memoryview | bytes | bytearray, dtype: str) -> bool:
 
 
 def encode_header(header: Header) -> bytes:
-    """The bytes in front of the tensor.
+    """Return the bytes in front of the tensor.
 
     Raises:
         CorruptEntryError: The header would be larger than HEADER_LIMIT, or the placeholder is
-            nothing that JSON can carry.
+            not plain JSON.
     """
     metadata = {
         "s3ec": str(FORMAT_VERSION),
@@ -129,14 +129,14 @@ def encode_header(header: Header) -> bytes:
         metadata["placeholder"] = _placeholder_json(header.placeholder)
     if header.made_by:
         metadata["made_by"] = header.made_by
-        _checked_made_by(metadata)  # what readers would refuse is not written
+        _checked_made_by(metadata)  # do not write a header that readers would refuse
     return safetensors_file.encode_header(metadata, {TENSOR_NAME: _tensor_entry(header.shape)})
 
 
 def _placeholder_json(placeholder: Mapping[str, Any]) -> str:
     try:
         text = canonical_json(dict(placeholder))
-        plain_json(text)  # what readers would refuse is not written
+        plain_json(text)  # do not write a header that readers would refuse
     except (TypeError, ValueError, RecursionError) as exc:
         raise CorruptEntryError(f"placeholder is not plain JSON: {exc}", reason="header") from exc
     return text
@@ -158,7 +158,7 @@ def parse_header(blob: memoryview | bytes) -> Header:
 
 
 def _tensor_entry(shape: Shape) -> dict[str, Any]:
-    """What safetensors wants to know of a tensor of this shape, the only one in its file."""
+    """Return safetensors' header entry of a tensor of this shape, the only one in its file."""
     return {
         "dtype": _SPELLING[shape.dtype],
         "shape": [shape.rows, shape.width],
@@ -223,7 +223,7 @@ def _checked_shape(tensor: Any) -> Shape:
 
 
 def verify(blob: memoryview | bytes, *, namespace: str, identifier: str) -> Header:
-    """Check one whole entry as it came from bucket or disk; every byte is read once.
+    """Check one whole entry from bucket or disk; reads every byte.
 
     Raises:
         CorruptEntryError: Wrong length, header, checksum, or written for another image or
@@ -236,7 +236,7 @@ def verify(blob: memoryview | bytes, *, namespace: str, identifier: str) -> Head
 
 
 class Verifier:
-    """verify for an entry that comes in parts: each byte is looked at once, none is kept."""
+    """Verifies an entry that arrives in parts, as ``verify``; keeps no part."""
 
     def __init__(self, first: memoryview | bytes, *, namespace: str, identifier: str) -> None:
         """Check the header and begin with the data.
@@ -248,7 +248,7 @@ class Verifier:
             identifier: As for verify.
 
         Raises:
-            CorruptEntryError: As for verify; what the data is will only be known in finish.
+            CorruptEntryError: As for verify; the checksum is compared only in finish.
         """
         self.header = parse_header(first)
         check_identity(self.header, namespace=namespace, identifier=identifier)
@@ -295,14 +295,14 @@ def check_identity(header: Header, *, namespace: str, identifier: str) -> None:
 
 
 def check_data(header: Header, data: memoryview | bytes) -> None:
-    """Compare the tensor's bytes with what the header says of them.
+    """Compare the tensor's bytes with the header's length and checksum.
 
     Raises:
         CorruptEntryError: ``reason`` is ``length``, ``checksum``, or ``nonfinite``: no producer
             of ours stores NaN or infinity.
     """
-    # Two looks at all of it, and not at piece after piece, which would still be in the processor's
-    # cache: each call waits for the interpreter's lock, up to 5 ms beside a busy thread.
+    # Two passes over all of it, not piece by piece, though a piece would still be in the
+    # processor's cache: each call waits for the GIL, up to 5 ms beside a busy thread.
     check_sum(header, len(data), checksum(data))
     _require_finite(header, data)
 
@@ -316,10 +316,10 @@ def _require_finite(header: Header, data: memoryview | bytes) -> None:
 
 
 def check_sum(header: Header, nbytes: int, digest: str) -> None:
-    """Compare what was counted and hashed in parts with what the header says.
+    """Compare a length and checksum that were computed in parts with those of the header.
 
     Args:
-        nbytes: How many bytes of the tensor there were.
+        nbytes: Number of bytes of the tensor.
         digest: Their ``checksum``.
 
     Raises:

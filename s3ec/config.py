@@ -24,7 +24,7 @@ from s3ec.settings import ENV_PREFIX, OF_S3, Settings, parse_url
 
 log = logging.getLogger(__name__)
 
-# The value of `bucket` where none was given and none is needed.
+# The value of `bucket` if none was given and none is needed.
 _NO_BUCKET = "no-bucket-given"
 _CREDENTIAL_WORDS = (
     "access_key",
@@ -34,7 +34,7 @@ _CREDENTIAL_WORDS = (
     "password",
     "credential",
 )
-# Beginnings of pydantic's kinds of errors, and what is said in place of its own words.
+# Prefixes of pydantic's error types, and our messages in place of its own.
 _REASONS = (
     ("byte_size", "no size; write it as `50GiB`, `500MB` or a number of bytes"),
     ("extra_forbidden", "no such key, and no key holds credentials; see docs/regions.md"),
@@ -62,7 +62,7 @@ class LoadedSettings:
 
     @property
     def has_place(self) -> bool:
-        """Whether they say where the corpus is; without that the bucket is not to be used."""
+        """True if they say where the corpus is; if False, the bucket must not be used."""
         return self.settings.bucket != _NO_BUCKET
 
 
@@ -77,11 +77,11 @@ def load_settings(
     """Read the settings of this process.
 
     Args:
-        extra: The JSON that wins over the environment, or None.
-        origin: What messages call this JSON.
-        options: Settings that win over the JSON: those options of a command line that were given.
-        as_arguments: The options are arguments of a call in Python, and messages say so.
-        need_bucket: False for commands that only look at this node. Then no bucket need be set,
+        extra: The JSON that overrides the environment, or None.
+        origin: Name of this JSON, for messages.
+        options: Settings that override the JSON: the given options of a command line.
+        as_arguments: True if the options are arguments of a call in Python, for messages.
+        need_bucket: False for commands that only read this node. Then no bucket need be set,
             and the one in the settings must not be used.
 
     Raises:
@@ -120,7 +120,7 @@ def load_settings(
 
 
 def _spelt(name: str, label: str) -> str:
-    """Where a setting comes from, as people would write it there."""
+    """Return where a setting comes from, as people would write it there."""
     if label == "env":
         return f"env {ENV_PREFIX}{name.upper()}"
     if label == "argument":
@@ -129,9 +129,9 @@ def _spelt(name: str, label: str) -> str:
 
 
 def _give_way(below: dict[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Where options name the corpus in another form, remove that name from the settings below.
+    """If options name the corpus in another form, remove the other form from the settings below.
 
-    Only options do that: whoever types one wants another corpus this time. A variable that
+    Only options do that: a user who types one means another corpus this time. A variable that
     contradicts the JSON of a fleet is a mistake, and is refused.
 
     Returns:
@@ -153,7 +153,7 @@ def _is_s3_url(value: Any) -> TypeGuard[str]:
 
 
 def _take_apart(merged: dict[str, Any], origins: dict[str, str]) -> None:
-    """Make ``bucket`` and ``prefix`` of an ``s3://`` URL.
+    """Split an ``s3://`` URL into ``bucket`` and ``prefix``.
 
     Raises:
         ConfigError: They are set as well.
@@ -177,7 +177,7 @@ def _take_apart(merged: dict[str, Any], origins: dict[str, str]) -> None:
 
 
 def _read_environment() -> dict[str, str]:
-    """The settings among the variables, in capitals or not; an empty one counts as unset."""
+    """Return the settings among the variables, in any case; an empty one counts as unset."""
     given = {name.lower(): value for name, value in os.environ.items() if value}
     names = {name: f"{ENV_PREFIX}{name}".lower() for name in Settings.model_fields}
     return {name: given[variable] for name, variable in names.items() if variable in given}
@@ -224,8 +224,8 @@ def _refuse_unknown(name: str, origin: str) -> None:
 def _refuse_misspelt_variables() -> None:
     """Refuse S3EC_ variables that are nearly a setting.
 
-    Others are let through: Kubernetes gives every pod S3EC_SERVICE_HOST and its like when a
-    service is called s3ec, and the tests have variables of their own.
+    Others pass: Kubernetes gives every pod S3EC_SERVICE_HOST and similar ones if a service is named
+    s3ec, and the tests have variables of their own.
     """
     for variable in os.environ:
         name = variable.removeprefix(ENV_PREFIX).lower()
@@ -242,7 +242,7 @@ def _refuse_misspelt_variables() -> None:
 
 @functools.cache
 def _warn_of_no_file() -> None:
-    """Once in a process: a file in this variable would be all that somebody has set."""
+    """Warn once per process: a user may have set nothing but a file in this variable."""
     log.warning(
         "the variable S3EC_CONFIG is set, and nothing reads it: give the settings in the JSON of "
         "ec_connector_extra_config, with --config, or as S3EC_NAME variables"
@@ -250,7 +250,7 @@ def _warn_of_no_file() -> None:
 
 
 def _readable(exc: ValidationError, origins: Mapping[str, str], as_arguments: bool) -> ConfigError:
-    """One line per fault: field, type of the value and reason; never the value itself.
+    """Return an error, one line per fault: field, type of the value and reason; never the value.
 
     A single fault's line ends with the fix, as all our messages do.
     """
@@ -281,7 +281,7 @@ def _readable(exc: ValidationError, origins: Mapping[str, str], as_arguments: bo
 
 
 def set_up_logging(level: str) -> None:
-    """Give the ``s3ec`` loggers a level and, where the application set none up, a handler.
+    """Give the ``s3ec`` loggers a level and, if the application set none up, a handler.
 
     vLLM configures its own logger only; without a handler our lines would be lost.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of what happened and how long it took, cheap enough for a scheduler hook."""
+"""Counts of events and histograms of times, cheap enough for a scheduler hook."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 Report: TypeAlias = Callable[[str, int, int | None], None]
-"""Called with the progress of long work: what is done, how many are done, and of how many."""
+"""Called with the progress of long work: its name, how many items are done, and of how many."""
 
 
 def unreported(what: str, done: int, total: int | None) -> None:
@@ -21,10 +21,10 @@ TIME_BOUNDS_S = (
     *(0.0005, 0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-"""Upper bounds of all histograms of seconds; what is longer has a bucket of its own.
+"""Upper bounds of all histograms of seconds; longer times have a bucket of their own.
 
 vLLM has no bounds for times of its encoder cache (0.32). These are the ones of its time to the
-first token, which what we bring is part of, and one more for small embeddings on this node.
+first token, which includes our loads, and one more for small embeddings on this node.
 """
 _COUNT, _SUM = "#", "+"
 
@@ -34,8 +34,8 @@ class Observed(NamedTuple):
 
     Attributes:
         histogram: Its name.
-        number: Of the bucket, as of TIME_BOUNDS_S; the last one has no bound.
-        many: How many times were observed.
+        number: Number of the bucket in TIME_BOUNDS_S; the last bucket has no bound.
+        many: Number of observed times.
         seconds: Their sum.
     """
 
@@ -46,7 +46,7 @@ class Observed(NamedTuple):
 
 
 def observed(sums: Mapping[str, float]) -> Iterator[Observed]:
-    """What ``Counters.observe`` added to these sums, or to these increments of them."""
+    """Yield what ``Counters.observe`` added to these sums, or to these increments of them."""
     for name, count in sums.items():
         histogram, mark, number = name.rpartition(_COUNT)
         if mark:
@@ -61,8 +61,8 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        # Reentrant, as every lock that the end of an engine takes: a signal handler may end it
-        # while this thread holds the lock.
+        # Reentrant, as every lock that the end of an engine takes: a signal handler may end the
+        # engine while this thread holds the lock.
         self._lock = threading.RLock()
         self._sums: defaultdict[str, float] = defaultdict(float)
 
@@ -80,7 +80,7 @@ class Counters:
     def observe(self, name: str, seconds: float) -> None:
         """Add to a histogram: a count and a sum for each bucket of TIME_BOUNDS_S.
 
-        They are sums like all others, so they cross processes and are added up as those are.
+        They are sums like all others, so they are sent and added up across processes alike.
         """
         number = bisect_left(TIME_BOUNDS_S, seconds)
         with self._lock:
@@ -88,26 +88,26 @@ class Counters:
             self._sums[f"{name}{_SUM}{number}"] += seconds
 
     def get(self, name: str) -> float:
-        """The sum so far, 0 if nothing was added."""
+        """Return the sum so far, 0 if nothing was added."""
         with self._lock:
             return self._sums.get(name, 0)
 
     def snapshot(self) -> dict[str, float]:
-        """A copy of all sums."""
+        """Return a copy of all sums."""
         with self._lock:
             return dict(self._sums)
 
 
 class Increments:
-    """What was added to some Counters since it was last taken. For one thread."""
+    """Increments of some Counters since they were last taken. For one thread."""
 
     def __init__(self, counters: Counters) -> None:
-        """The first take answers with all that was counted so far."""
+        """Start so that the first take returns all sums so far."""
         self._counters = counters
         self._taken: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
-        """What was added since the last call; names without a change are left out."""
+        """Return the increments since the last call; names without a change are left out."""
         sums, before = self._counters.snapshot(), self._taken
         if sums == before:
             return {}
@@ -126,20 +126,20 @@ class RecentTimes:
         """Start without any.
 
         Args:
-            window: How many are remembered.
-            few: With fewer there is no quantile.
+            window: Number of requests to remember.
+            few: With fewer requests there is no quantile.
         """
         self._last: deque[float] = deque(maxlen=window)
         self._few = few
 
     def add(self, seconds: float) -> None:
-        """Remember one."""
+        """Add the time of one request."""
         self._last.append(seconds)
 
     def quantile(self, share: float) -> float | None:
-        """What this share of them took less than, 0 to below 1; None while there are few.
+        """Return the quantile for a share of 0 to below 1; None while there are few.
 
-        Some 8 us for 128 of them.
+        Takes some 8 us for 128 of them.
         """
         count = len(self._last)
         return sorted(self._last)[int(share * count)] if count >= self._few else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an embedding is called: identifier to key, and model configuration to namespace.
+"""Names of embeddings: identifier to key, and model configuration to namespace.
 
 Identifiers come from vLLM's ``mm_feature.identifier`` and may be chosen by a client, so no byte of
-one ever reaches an object name: names are made of ``[0-9a-z./-]`` only. Everything but the key
+one ever reaches an object name: names are made of ``[0-9a-z./-]`` only. Everything except the key
 policy at the end is a pure function, without I/O.
 """
 
@@ -33,19 +33,19 @@ DESCRIPTOR_BYTES = 2**20
 # Enough for a content hash and its adapter's name. A longer identifier is hashed at each lookup,
 # which takes a few microseconds.
 _REMEMBERED_CHARACTERS = 128
-# Of all names that stand for others: some 40,000 of a usual length.
+# Characters of all renamed identifiers: some 40,000 of a usual length.
 _RENAMED_CHARACTERS = 2**23
 
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
 # Three characters at least: two could be taken for a fan-out folder.
 _LORA_FOLDER = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
-# What a tenant's secret makes of an adapter and of an identifier: in a header, and in a name.
+# Adapter and identifier as hashed with a tenant's secret: in a header, and in a name.
 _TENANT_LABEL = re.compile(r"(?:(t-[0-9a-f]{64}):)?t-([0-9a-f]{64})")
 _TENANT_NAME = re.compile(
     r"(?:(t-[0-9a-f]{64})/)?[0-9a-f]{2}/t-([0-9a-f]{64})" + re.escape(OBJECT_SUFFIX)
 )
-# The adapter's folder, the first two characters of the hash as a folder, and the hash. Before that
-# stands a mark where a client chose the identifier, or a tenant's secret went into it.
+# The adapter's folder, the first two characters of the hash as a folder, and the hash. The hash has
+# a mark in front if a client chose the identifier, or if it is made with a tenant's secret.
 _OBJECT_NAME = re.compile(
     rf"(?:(?:{_LORA_FOLDER.pattern}|x-[0-9a-f]{{64}})/(?P<a>[0-9a-f]{{2}})/(?P=a)"
     r"|(?:t-[0-9a-f]{64}/)?(?P<t>[0-9a-f]{2})/t-(?P=t)"
@@ -59,19 +59,19 @@ _REQUEST_SCOPED = re.compile(r"(?:.+:)?renderer-?\d+-mm-\d+-[A-Za-z0-9_]+-\d+", 
 _ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
 _NAMESPACE = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}-[0-9a-f]{16}")
 
-#: A digest as its two halves, big-endian: (hi, lo). The fastest way there is (0.15 us).
+#: Splits a digest into its two halves, big-endian: (hi, lo). The fastest way known (0.15 us).
 split_digest = struct.Struct(">QQ").unpack
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Where one identifier lives.
+    """The object name and the digest of one identifier.
 
     Attributes:
         identifier: vLLM's name for it.
         name: Object name below ``objects/``, such as ``ab/abcd...safetensors``.
         digest: First 16 bytes of SHA-256 of ``name``: the key of every in-memory index.
-        renamed: The identifier that its name is made of, where that is not vLLM's; else empty.
+        renamed: The identifier that its name is made of, if that is not vLLM's; else empty.
         digest_hi: First half of the digest, a big-endian number. Kept, since a lookup in the
             index would spend a tenth of its time on splitting the digest.
         digest_lo: Second half.
@@ -91,9 +91,9 @@ class Key:
 
     @property
     def stored(self) -> str:
-        """What the entry's header calls it, compared at every load.
+        """The identifier in the entry's header, compared at every load.
 
-        The full identifier; under a tenant's secret the HMACs that its name is made of.
+        It is the full identifier; under a tenant's secret, the HMACs that its name is made of.
         """
         match = _TENANT_NAME.fullmatch(self.name)
         if match is None:
@@ -102,7 +102,7 @@ class Key:
 
 
 def is_content_hash(identifier: str) -> bool:
-    """Whether this is a 64-hex content hash, with or without a ``lora:`` prefix."""
+    """Return True for a 64-hex content hash, with or without a ``lora:`` prefix."""
     if len(identifier) > 64 and identifier[-65] != ":":
         return False
     return _CONTENT_HASH.fullmatch(identifier[-64:]) is not None
@@ -110,12 +110,12 @@ def is_content_hash(identifier: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModalityScopes:
-    """What marks the identifiers of a modality that an engine has settings of its own for.
+    """Marks of the identifiers of modalities for which an engine has separate settings.
 
     Attributes:
         marks: Modality to mark.
-        other: The mark of a modality that is none of ``known``; empty for none.
-        known: Those that depend on no settings but their own.
+        other: The mark of a modality that is not in ``known``; empty for none.
+        known: Modalities that depend only on their own settings.
     """
 
     marks: Mapping[str, str] = field(default_factory=dict)
@@ -126,9 +126,9 @@ class ModalityScopes:
         return bool(self.marks)
 
     def name(self, identifier: str, modality: str) -> str:
-        """The identifier as it stands in names and headers: ``mark:identifier``.
+        """Return the identifier as used in names and headers: ``mark:identifier``.
 
-        One that a client read there, and sends, is not marked twice.
+        An identifier that a client read there, and sends, is not marked twice.
         """
         mark = self.marks.get(modality) or ("" if modality in self.known else self.other)
         if not mark or identifier.startswith(f"{mark}:"):
@@ -137,7 +137,7 @@ class ModalityScopes:
 
 
 def without_key(identifier: str) -> str:
-    """A name for what may be neither loaded nor saved: no key is made of it.
+    """Return a name for an item that may be neither loaded nor saved: it has no key.
 
     It is not valid Unicode, so no client can send it either.
     """
@@ -145,12 +145,12 @@ def without_key(identifier: str) -> str:
 
 
 def is_request_scoped(identifier: str) -> bool:
-    """Whether this identifier is a counter of one process and may never be shared."""
+    """Return True if this identifier is a counter of one process and may never be shared."""
     return _REQUEST_SCOPED.fullmatch(identifier) is not None
 
 
 def digest_of_name(name: str) -> bytes:
-    """Index digest of an object name below ``objects/``; 16 bytes."""
+    """Return the index digest of an object name below ``objects/``; 16 bytes."""
     return hashlib.sha256(name.encode("ascii")).digest()[:16]
 
 
@@ -159,7 +159,7 @@ def _sha256_hex(text: str) -> str:
 
 
 def _lora_folder(lora: str) -> str:
-    """Folder of one adapter. Readable names stay; others become a digest that cannot clash."""
+    """Return one adapter's folder. Readable names stay; others become a digest without clashes."""
     if _LORA_FOLDER.fullmatch(lora):
         return lora
     return f"x-{_sha256_hex(lora)}"
@@ -173,14 +173,14 @@ def make_key(identifier: str, tenant: Tenant | None = None) -> Key | None:
     the name of a content hash. A ``lora:`` prefix in front of a content hash becomes a folder.
 
     Args:
-        tenant: Whose secret goes into the name. Then every name is marked with ``t-``, and so
-            is the folder of an adapter; neither says anything to who lacks the secret.
+        tenant: Tenant whose secret goes into the name. Then every name is marked with ``t-``, and
+            so is the folder of an adapter; neither reveals anything without the secret.
 
     Returns:
-        None where the identifier must never be looked up or saved: empty, request-scoped,
+        The key; None if the identifier must never be looked up or saved: empty, request-scoped,
         not valid Unicode, or longer than MAX_IDENTIFIER_BYTES.
     """
-    # What vLLM asks for nearly always, and what a first look at a picture takes most time for.
+    # The fast path for nearly all of vLLM's identifiers: most of the time of a first lookup.
     if tenant is None and _CONTENT_HASH.fullmatch(identifier):
         name = f"{identifier[:2]}/{identifier}{OBJECT_SUFFIX}"
         return Key(identifier, name, digest_of_name(name))
@@ -211,20 +211,20 @@ def _tenant_name(folder: str, hashed: str) -> str:
 
 
 def key_of_header(stored: str, digest: bytes) -> Key | None:
-    """The key of an entry, from what its header says and where it lies; no secret is needed.
+    """Return the key of an entry, from its header and its object's name; needs no secret.
 
     Args:
         stored: The header's identifier.
-        digest: Of the object's name.
+        digest: Digest of the object's name.
 
     Returns:
-        None where this entry does not belong there. Where a tenant's secret made its name,
+        The key; None if this entry does not belong there. If a tenant's secret made its name,
         ``identifier`` is empty: vLLM's name cannot be known.
     """
     key = make_key(stored)
     if key is not None and key.digest == digest:
         return key
-    # A client that is called so without a secret has another name, and so another digest.
+    # Without a secret, such a client identifier has another name, and so another digest.
     match = _TENANT_LABEL.fullmatch(stored)
     if match is None:
         return None
@@ -233,7 +233,7 @@ def key_of_header(stored: str, digest: bytes) -> Key | None:
 
 
 def is_object_name(name: str) -> bool:
-    """Whether ``name`` could have been made by make_key.
+    """Return True if ``name`` could have been made by make_key.
 
     Listings contain junk: directory markers, foreign files, half-typed uploads.
     """
@@ -242,12 +242,12 @@ def is_object_name(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything an encoder output depends on beside the image itself.
+    """Everything an encoder output depends on besides the image itself.
 
     Attributes:
         name: Folder in the bucket: a readable slug, a dash and 16 hex digits.
-        descriptor: What the digits were computed from; stored as ``namespace.json`` so that
-            people can see why two fleets do not share.
+        descriptor: The facts that the digits are computed from; stored as ``namespace.json`` so
+            that people can see why two fleets do not share.
     """
 
     name: str
@@ -278,24 +278,24 @@ class Namespace:
         return cls(f"{_slug(model)}-{digest}", full)
 
     def to_json(self) -> bytes:
-        """The content of ``namespace.json``."""
+        """Return the content of ``namespace.json``."""
         return (json.dumps(self.descriptor, indent=2, sort_keys=True) + "\n").encode()
 
 
 def canonical_json(value: object) -> str:
-    """One spelling per value: sorted keys, no spaces, no NaN."""
+    """Return the one JSON text of a value: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _slug(model: str) -> str:
-    """Readable part of a namespace name: at most 40 characters of ``[a-z0-9.-]``."""
+    """Return the readable part of a namespace name: at most 40 characters of ``[a-z0-9.-]``."""
     tail = "-".join(model.rstrip("/").split("/")[-2:]).lower()
     slug = re.sub(r"[^a-z0-9]+", "-", tail).strip("-")[-40:].strip("-")
     return slug or "model"
 
 
 def is_namespace_name(name: str) -> bool:
-    """Whether a folder name in the bucket could be a namespace of ours."""
+    """Return True if a folder name in the bucket could be a namespace of ours."""
     return _NAMESPACE.fullmatch(name) is not None
 
 
@@ -316,15 +316,15 @@ class Layout:
         return f"{self.namespace}/objects/"
 
     def object(self, key: Key) -> str:
-        """Name of one entry."""
+        """Return the name of one entry."""
         return f"{self.namespace}/objects/{key.name}"
 
     def is_entry(self, name: str) -> bool:
-        """Whether a name, or a prefix, is that of entries."""
+        """Return True if a name, or a prefix, is that of entries."""
         return name.startswith(self.objects)
 
     def modality(self, modality: str) -> str:
-        """The record of one modality's width and dtype, JSON, written once by a producer."""
+        """Return the name of one modality's record: width and dtype, JSON, written once."""
         return f"{self.modalities}{modality_name(modality)}.json"
 
     @property
@@ -338,11 +338,11 @@ class Layout:
         return f"{self.namespace}/catalog/"
 
     def catalog_part(self, ulid: str) -> str:
-        """One part of the catalogue, Parquet."""
+        """Return the name of one part of the catalogue, Parquet."""
         return f"{self.catalog}{ulid}{PARQUET_SUFFIX}"
 
     def catalog_part_of(self, name: str) -> str | None:
-        """The ULID of a catalogue part's name; None for any other name."""
+        """Return the ULID of a catalogue part's name; None for any other name."""
         if not (name.startswith(self.catalog) and name.endswith(PARQUET_SUFFIX)):
             return None
         stem = name.removeprefix(self.catalog).removesuffix(PARQUET_SUFFIX)
@@ -355,34 +355,34 @@ class Layout:
 
     @property
     def manifest(self) -> str:
-        """Prefix of the index, whose names ``s3ec.index.names`` has."""
+        """Prefix of the index; ``s3ec.index.names`` defines the names below it."""
         return f"{self.namespace}/manifest/"
 
 
 def is_ulid(text: str) -> bool:
-    """Whether this could be a ULID as we write them: 26 characters, upper case."""
+    """Return True if this could be a ULID as we write them: 26 characters, upper case."""
     return _ULID.fullmatch(text) is not None
 
 
 def modality_name(modality: str) -> str:
-    """A modality (``image``, ``video``, ...) as a safe file name."""
+    """Return a modality (``image``, ``video``, ...) as a safe file name."""
     return modality if re.fullmatch(r"[a-z][a-z0-9_]{0,31}", modality) else _sha256_hex(modality)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPolicy:
-    """By which rules one process makes keys.
+    """The rules by which one process makes keys.
 
     Attributes:
-        tenant: Whose secret goes into every name.
-        trust_client_ids: Whether an identifier that is no content hash has a key.
+        tenant: Tenant whose secret goes into every name.
+        trust_client_ids: True if an identifier that is no content hash has a key.
     """
 
     tenant: Tenant | None = None
     trust_client_ids: bool = True
 
     def make_key(self, identifier: str, renamed: str = "") -> Key | None:
-        """As identity.make_key; None also where refuses() is true.
+        """As identity.make_key; None also if refuses() is true.
 
         Args:
             renamed: See Key.
@@ -393,12 +393,12 @@ class KeyPolicy:
         return replace(key, identifier=identifier, renamed=renamed) if key and renamed else key
 
     def refuses(self, identifier: str) -> bool:
-        """Whether a client chose this identifier, and clients may not choose."""
+        """Return True if a client chose this identifier, and clients may not choose."""
         return not self.trust_client_ids and not is_content_hash(identifier)
 
 
 def naming_of(settings: Settings) -> KeyPolicy:
-    """The rules that some settings ask for.
+    """Return the rules that the settings ask for.
 
     Raises:
         ConfigError: The tenant's secret cannot be read, or is too short.
@@ -407,28 +407,28 @@ def naming_of(settings: Settings) -> KeyPolicy:
 
 
 class KeyCache:
-    """KeyPolicy.make_key with a bounded memory of recent answers; not thread-safe, one per owner.
+    """KeyPolicy.make_key with a bounded cache of recent keys; not thread-safe, one per owner.
 
     A scheduler asks for the same identifiers at every step. Hashing them each time would be most of
-    the cost of a lookup. It takes at most 64 MiB, whatever clients call their pictures.
+    the cost of a lookup. It takes at most 64 MiB, whatever names clients choose.
 
-    Counters: ``ids.refused`` (identifiers of clients where those may not choose) and
+    Counters: ``ids.refused`` (identifiers of clients if those may not choose) and
     ``refused_identifiers`` (the others without a key).
     """
 
     def __init__(self, policy: KeyPolicy, counters: Counters, *, capacity: int = 65536) -> None:
         self._policy = policy
         self._counters = counters
-        # The oldest goes first: making a key again costs less than noting each use.
+        # The oldest is dropped first: making a key again costs less than noting each use.
         self._known: OrderedDict[str, Key] = OrderedDict()
         self._capacity = capacity
         self._renamed: dict[str, tuple[str, Key | None]] = {}
-        self._renamed_characters = 0  # since it was empty
+        self._renamed_characters = 0  # added since it was empty
 
     def rename(self, identifier: str, name: str) -> None:
-        """Have an identifier of vLLM's stand for the entry of another one.
+        """Map an identifier of vLLM to the entry of another one.
 
-        That holds until it is renamed again, or until ``forget_names`` finds very many.
+        That holds until it is renamed again, or until ``forget_names`` drops all names.
         """
         known = self._renamed.get(identifier)
         if name == identifier:
@@ -438,7 +438,7 @@ class KeyCache:
             self._renamed[identifier] = name, self._policy.make_key(identifier, name)
 
     def forget_names(self) -> None:
-        """Forget all names if they are too many. Not between a name and its use."""
+        """Drop all names if they are too many. Do not call it between a rename and its use."""
         if self._renamed_characters > _RENAMED_CHARACTERS:
             self._renamed.clear()
             self._renamed_characters = 0
@@ -450,8 +450,8 @@ class KeyCache:
             return self._known[identifier]
         except KeyError:
             key = self._policy.make_key(identifier)
-            # What is refused can be huge, and what is not can have 4 KiB; remembering that would
-            # let clients fill the memory.
+            # A refused identifier can be huge, and an accepted one can have 4 KiB; caching those
+            # would let clients fill the memory.
             if key is not None and len(identifier) <= _REMEMBERED_CHARACTERS:
                 if len(self._known) >= self._capacity:
                     self._known.popitem(last=False)
@@ -459,7 +459,7 @@ class KeyCache:
             return key
 
     def asked(self, identifier: str) -> Key | None:
-        """The key of an identifier; counted where there is none."""
+        """Return the key of an identifier; count it if there is none."""
         key = self(identifier)
         if key is None:
             chosen = self._policy.refuses(identifier)

@@ -3,7 +3,7 @@
 
 A consumer knows how many rows a request needs but not how wide they are: models that stack
 features are wider than their text model. Records are immutable objects, so that two first
-producers cannot disagree: the second one reads what the first wrote.
+producers cannot disagree: the second one reads the first one's record.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ log = logging.getLogger(__name__)
 _RECORD_LIMIT = 4096
 _MAX_WIDTH = 1_000_000
 _DTYPE_NAMES = frozenset(name for name, _ in DTYPES.values())
-# How long "no record yet" is believed before the bucket is asked again. Who waits for the first
-# embedding of a namespace asks about as often.
+# How long "no record yet" is cached before the bucket is asked again. A request that waits for the
+# first embedding of a namespace is retried about as often.
 _ABSENT_TTL_S = 0.05
 NEAR_TTL_S = 10.0
-"""How long a replica's record is believed before home is asked again."""
+"""How long a replica's record is cached before home is asked again."""
 SETTLED_S = 300.0
-"""So long a writer believes that what a namespace needs besides entries is there: `s3ec ns rm`
-may run beside an idle engine, which has stored nothing for ten minutes then."""
+"""How long a writer trusts that descriptor and records exist: `s3ec ns rm` may run beside an idle
+engine, which has stored nothing for ten minutes then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What all embeddings of one modality have in common.
+    """Width and dtype of all embeddings of one modality.
 
     Attributes:
         width: Values per embedding.
@@ -58,9 +58,9 @@ class ModalityRecords:
 
     States of a modality: unknown; absent, for a moment; settled, which was seen in the bucket, for
     SETTLED_S; known, which is settled no more. A read of an unknown one makes it absent or settled.
-    ``settle`` makes any other one settled, by a write. A known one becomes absent only where a read
-    finds nothing: it stays where the bucket fails. What a replica says while home does not answer
-    changes none of that: it is expected, for NEAR_TTL_S.
+    ``settle`` makes any other one settled, by a write. A known one becomes absent only if a read
+    finds nothing: it stays if the bucket fails. A replica's record, read while home does not
+    answer, changes none of that: it is expected, for NEAR_TTL_S.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class ModalityRecords:
         self._store = store
         self._layout = layout
         self._clock = clock
-        # The record, or None for absent, and until when that is settled or believed.
+        # The record, or None for absent, and until when that is settled or cached.
         self._seen: dict[str, tuple[Record | None, float]] = {}
-        self._told: dict[str, tuple[Record, float]] = {}  # by a replica, and until when it counts
+        self._told: dict[str, tuple[Record, float]] = {}  # a replica's record, and its expiry
         self._reading: dict[str, asyncio.Task[Record | None]] = {}
 
     def known(self, modality: str) -> Record | None:
-        """The record where it was read from home already, from memory."""
+        """Return the record if it was read from home already, from memory."""
         return self._seen.get(modality, _UNKNOWN)[0]
 
     def expected(self, modality: str) -> Record | None:
-        """The record where it is known or a replica told it lately, from memory."""
+        """Return the record if it is known or a replica had it recently, from memory."""
         record, until_s = self._told.get(modality, _UNKNOWN)
         return self.known(modality) or (record if self._clock() < until_s else None)
 
     async def get(self, modality: str) -> Record | None:
-        """The record, or None where no producer wrote a usable one yet.
+        """Return the record, or None if no producer wrote a usable one yet.
 
         Raises:
             UnavailableError, AccessError: The bucket could not be asked.
@@ -95,7 +95,7 @@ class ModalityRecords:
         return self.expected(modality) or await self._look(modality)
 
     async def _look(self, modality: str) -> Record | None:
-        """Read the record, whatever is known; what is known stays where the bucket fails."""
+        """Read the record, even a known one; a known record stays if the bucket fails."""
         with served_by() as replicas:
             body = await self._read(self._layout.modality(modality))
         record = parse_record(body) if body is not None else None
@@ -114,7 +114,7 @@ class ModalityRecords:
         """As get, for a caller that can do without. One read at a time; it outlives its callers.
 
         Args:
-            patience_s: How long the one who begins it waits; others do not wait.
+            patience_s: How long the caller that starts the read waits; others do not wait.
 
         Raises:
             UnavailableError, AccessError: The bucket could not be asked, or takes longer.
@@ -135,7 +135,7 @@ class ModalityRecords:
     def _end_reading(self, modality: str, reading: asyncio.Task[Record | None]) -> None:
         del self._reading[modality]
         if not reading.cancelled():
-            reading.exception()  # told to the one who waits, if anybody does
+            reading.exception()  # marks it as retrieved; a waiting caller gets it too
 
     async def _read(self, name: str) -> bytes | None:
         try:
@@ -143,17 +143,17 @@ class ModalityRecords:
             return None if body is None else bytes(body)
         except CorruptEntryError as exc:
             if exc.reason == "size":
-                return b""  # whatever it is, it is no record
+                return b""  # too large for a record
             raise UnavailableError(f"half a reply for {name}: {exc}") from exc
 
     async def settle(self, modality: str, mine: Record, *, store: Store | None = None) -> Record:
-        """The namespace's record: ``mine`` if none was written before.
+        """Return the namespace's record: ``mine`` if none was written before.
 
-        Written again, if it is absent, when it was last seen SETTLED_S ago.
+        SETTLED_S after it was last seen, it is written again if it is absent.
 
         Args:
-            store: Writes it; None for the store that is read. Where the server ignores
-                ``If-None-Match: *``, only one that looks first leaves an earlier record alone.
+            store: Writes it; None for the store that is read. If the server ignores
+                ``If-None-Match: *``, only a store that checks first keeps an earlier record.
 
         Raises:
             UnavailableError, AccessError: The bucket could not be written to, or it could not be
@@ -164,7 +164,7 @@ class ModalityRecords:
         if known is not None:
             if now_s < until_s:
                 return known
-            # The others go by what is known meanwhile: one request for all.
+            # Other callers use the known record meanwhile: one request for all.
             self._seen[modality] = known, now_s + SETTLED_S
         body = canonical_json({"width": mine.width, "dtype": mine.dtype}).encode()
         try:
@@ -174,11 +174,11 @@ class ModalityRecords:
             if self.known(modality) is None:
                 self._seen.pop(modality, None)
             try:
-                return await self._look(modality) or mine  # it may be another one by now
+                return await self._look(modality) or mine  # it may have changed by now
             except (UnavailableError, AccessError):
                 if known is None:
                     raise
-                return known  # most likely the same; looked at again after SETTLED_S
+                return known  # most likely the same; checked again after SETTLED_S
         except BaseException:
             if (record := self.known(modality)) is not None:
                 self._seen[modality] = record, -math.inf

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The namespaces of a bucket: which there are, which one is meant, and why two of them differ."""
+"""The namespaces of a bucket: lists them, chooses one, and shows why two of them differ."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class NamespaceInfo:
 
     Attributes:
         name: Its folder.
-        descriptor: Content of ``namespace.json``, empty where that is absent or unusable.
-        stored_s: When that was written, seconds since the epoch; 0 where it is not known.
-        indexed: Rows of the newest snapshot of the index; None where there is none, or it was not
-            looked at. What was stored since is not in it.
-        entries: Objects of entries; None where they were not counted.
-        nbytes: Their size together; None likewise.
+        descriptor: Content of ``namespace.json``, empty if that is absent or unusable.
+        stored_s: When that was written, seconds since the epoch; 0 if not known.
+        indexed: Rows of the newest snapshot of the index; None if there is none, or it was not
+            read. It does not count entries stored since.
+        entries: Number of entries' objects; None if they were not counted.
+        nbytes: Their total size; None likewise.
     """
 
     name: str
@@ -57,26 +57,26 @@ class NamespaceInfo:
 
     @property
     def is_newer(self) -> bool:
-        """Whether a newer s3ec made it, in a format that this one does not read."""
+        """True if a newer s3ec made it, in a format that this one does not read."""
         version = self.descriptor.get("format", FORMAT_VERSION)
-        # A form of which this one knows nothing is no older one either.
+        # An unknown type of version is not an older format either.
         return type(version) is not int or version > FORMAT_VERSION
 
     @property
     def model(self) -> str:
-        """The model's name, one printable line; the slug where the descriptor does not say."""
+        """The model's name, one printable line; the slug if the descriptor has none."""
         model = self.descriptor.get("model")
-        # Anybody may have written it: a line break would forge a line wherever names are listed.
+        # It is untrusted: a line break would forge a line wherever names are listed.
         return model if isinstance(model, str) and model.isprintable() else self.slug
 
 
 def slug_of(name: str) -> str:
-    """The readable part of a namespace's name: the same for the same model."""
+    """Return the readable part of a namespace's name: the same for the same model."""
     return name.rpartition("-")[0]
 
 
 async def list_namespaces(store: Store) -> list[str]:
-    """Names of the namespaces below the store's prefix, sorted; foreign folders left out."""
+    """Return the names of the namespaces below the store's prefix, sorted; no foreign folders."""
     folders = [folder.rstrip("/") for folder in await store.list_folders("")]
     return sorted(name for name in folders if is_namespace_name(name))
 
@@ -95,17 +95,17 @@ async def _read_descriptor(store: Store, name: str) -> dict[str, Any]:
         blob = await store.get(Layout(name).descriptor, max_bytes=DESCRIPTOR_BYTES)
         content = plain_json(bytes(blob).decode("utf-8")) if blob else {}
     except (CorruptEntryError, ValueError, RecursionError):
-        return {}  # anybody may have put anything there; the name still says what it is
+        return {}  # the content is untrusted; the name still identifies the namespace
     return content if isinstance(content, dict) else {}
 
 
 async def require_ours(store: Store, namespace: str) -> None:
-    """Refuse a namespace that a newer s3ec made: it is not ours to read, and so all of it stays.
+    """Refuse a namespace that a newer s3ec made: we cannot read it, so we must not change it.
 
-    Every command that writes into a namespace or deletes from it asks here first, by one request.
+    Every command that writes into a namespace or deletes from it calls this first; one request.
 
     Raises:
-        ConfigError: It is one of these.
+        ConfigError: A newer s3ec made it.
         UnavailableError, AccessError: The store does not answer now, or refuses.
     """
     [about] = await read_namespaces(store, [namespace])
@@ -125,10 +125,10 @@ async def describe_namespace(
     report: Report = unreported,
     numbers: Iterator[int] | None = None,
 ) -> NamespaceInfo:
-    """Add what three more requests tell, and with ``count`` a listing of all objects.
+    """Add the facts of three more requests, and with ``count`` of a listing of all objects.
 
     Args:
-        report: Told of each object of the listing.
+        report: Called for each object of the listing.
         numbers: Count these objects, together with those of other namespaces.
     """
     from s3ec.index.maker import newest_rows
@@ -152,42 +152,42 @@ async def describe_namespace(
     )
 
 
-# -- which one is meant ---------------------------------------------------------------------------
+# -- choosing one ---------------------------------------------------------------------------------
 
 
 def as_argument(name: str, value: str | None = None) -> str:
-    """An argument of a call in Python; with a value as it can be pasted."""
+    """Return an argument of a call in Python; with a value, as it can be pasted."""
     return f"`{name}`" if value is None else f"{name}={value!r}"
 
 
 def as_option(name: str, value: str | None = None) -> str:
-    """An option of a command line; with a value as it can be pasted."""
+    """Return an option of a command line; with a value, as it can be pasted."""
     return f"--{name}" if value is None else f"--{name} {shlex.quote(value)}"
 
 
 Spell: TypeAlias = Callable[[str, str | None], str]
-"""How messages spell what the caller gave: ``as_argument`` or ``as_option``."""
+"""How messages spell the caller's arguments: ``as_argument`` or ``as_option``."""
 
 
 async def choose_namespace(
     store: Store, namespace: str | None, model: str | None, spell: Spell, *, origin: str = ""
 ) -> tuple[str, str]:
-    """The namespace that fits; of several of one model the newest that this release reads.
+    """Return the namespace that fits; of several of one model, the newest that this release reads.
 
     The newest is the one whose ``namespace.json`` was written last: its first producer began last.
 
     Args:
-        namespace: Its name or the beginning of that; None where any will do.
-        model: Part of the model's name; None where any will do.
+        namespace: Its name or the start of it; None for any.
+        model: Part of the model's name; None for any.
         origin: The variable that ``namespace`` comes from, if not from the caller.
 
     Returns:
-        The name, and a note for people; no note where nothing else would have fitted.
+        The name, and a note for people; no note if no other one fits.
 
     Raises:
         NotFoundError: The bucket has none, or none that fits.
-        AmbiguousError: Several models fit, or the store says of none when it was written; the
-            message lists what to choose from.
+        AmbiguousError: Several models fit, or the store has no time of any of them; the message
+            lists the choices.
     """
     names = await list_namespaces(store)
     if not names:
@@ -223,7 +223,7 @@ async def choose_namespace(
 def _fitting(
     found: Sequence[NamespaceInfo], begin: str, model: str | None
 ) -> Sequence[NamespaceInfo]:
-    """Those that the arguments allow; what is named in full is not ambiguous."""
+    """Return those that the arguments allow; a full name is not ambiguous."""
     left = [each for each in found if each.name == begin]
     left = left or [each for each in found if each.name.startswith(begin)]
     if model is None:
@@ -236,7 +236,7 @@ def _fitting(
 
 
 async def _newest(store: Store, fitting: Sequence[NamespaceInfo]) -> str | None:
-    """The one that was made last; None where the store says of none when that was."""
+    """Return the one that was made last; None if the store has no time of any."""
     infos = await in_parallel(fitting, lambda each: store.head(Layout(each.name).descriptor))
     times_s = [info.modified_s if info else 0.0 for info in infos]
     newest_s = max(times_s)
@@ -244,7 +244,7 @@ async def _newest(store: Store, fitting: Sequence[NamespaceInfo]) -> str | None:
 
 
 def _choices(found: Sequence[NamespaceInfo], spell: Spell) -> str:
-    """The arguments to paste, one a line: of each model, and of each namespace."""
+    """Return the arguments to paste, one per line: of each model, and of each namespace."""
     models = sorted({each.model for each in found})
     options = [spell("model", model) for model in models] if len(models) > 1 else []
     options += [spell("namespace", each.name) for each in found]
@@ -257,7 +257,7 @@ def _choices(found: Sequence[NamespaceInfo], spell: Spell) -> str:
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """What differs between two descriptors, one line per fact, nested keys joined by dots."""
+    """Return the differences of two descriptors, one line per fact, nested keys joined by dots."""
     here, there = _flat(ours), _flat(theirs)
     return [
         f"{key}{_HERE}{here.get(key, _ABSENT)}, there {there.get(key, _ABSENT)}"
@@ -271,7 +271,7 @@ class Neighbour:
     """How another namespace differs, which is why two fleets do not share.
 
     Attributes:
-        name: Of the other.
+        name: Name of the other namespace.
         differences: One line per fact, see ``differences``; never empty.
     """
 
@@ -280,14 +280,14 @@ class Neighbour:
 
     @property
     def only(self) -> str | None:
-        """The one field in which they differ; None where there are more."""
+        """The one field in which they differ; None if there are more."""
         return self.differences[0].partition(_HERE)[0] if len(self.differences) == 1 else None
 
 
 def neighbours(descriptor: Mapping[str, Any], stored: Sequence[NamespaceInfo]) -> list[Neighbour]:
-    """The stored namespaces that differ from a descriptor, those with the fewest differences first.
+    """Return stored namespaces that differ from a descriptor, fewest differences first.
 
-    What has no usable descriptor is left out, and so is the one that is alike.
+    Namespaces without a usable descriptor are left out, and so is an equal one.
     """
     beside = [
         Neighbour(one.name, differences(descriptor, one.descriptor))

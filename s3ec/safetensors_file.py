@@ -12,7 +12,7 @@ Layout, all integers little-endian::
     8+N  ...   the tensors, in the order of their places
 
 The metadata holds ``s3ec`` (the kind of file and its format), ``namespace``, ``xxh3`` (of all
-tensors), and the seal ``header_xxh3`` (of all else that the header says).
+tensors), and the seal ``header_xxh3`` (of the rest of the header).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 HEADER_LIMIT = 16 * 1024
 # A tensor that starts on a cache line can be mapped or read in place.
 _ALIGNMENT = 64
-# No file of an index comes near; keeps forged numbers away from arithmetic and allocation.
+# Far above any index file; keeps forged numbers away from arithmetic and allocation.
 MAX_FILE_BYTES = 2**40
 _SEAL = "header_xxh3"
 CHECKSUM = re.compile(r"[0-9a-f]{32}")
@@ -50,12 +50,12 @@ _KINDS = {"U8": "u1", "U32": "<u4", "U64": "<u8"}
 
 
 def checksum(data: memoryview | bytes | bytearray) -> str:
-    """xxh3-128 of some bytes, 32 hex digits; over 10 GB/s and off the GIL for large inputs."""
+    """Return xxh3-128 of some bytes, 32 hex digits; over 10 GB/s, off the GIL for large inputs."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def running_checksum() -> xxhash.xxh3_128:
-    """The same, to be given the bytes part by part with ``update``."""
+    """Return a hash object for the same, which takes the bytes part by part with ``update``."""
     return xxhash.xxh3_128()
 
 
@@ -63,12 +63,12 @@ def running_checksum() -> xxhash.xxh3_128:
 
 
 def plain_json(text: str) -> Any:
-    """JSON as we write it, and nothing that readers take in different ways.
+    """Parse JSON as we write it, and refuse anything that parsers interpret differently.
 
     Duplicate keys, integers of more than 15 characters, NaN and infinity are refused.
 
     Raises:
-        ValueError, RecursionError: Something else.
+        ValueError, RecursionError: The text is not such JSON.
     """
     return json.loads(
         text,
@@ -80,7 +80,7 @@ def plain_json(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse duplicate keys: readers differ in which one they believe."""
+    """Refuse duplicate keys: parsers differ in which one they take."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("duplicate key")
@@ -104,27 +104,27 @@ def _finite(digits: str) -> float:
 
 
 def seal(metadata: Mapping[str, str], tensors: object) -> str:
-    """Checksum of all that a header says, itself left out.
+    """Return the checksum of a whole header, without the seal itself.
 
     Most of a header is compared with something, but a flipped bit in a grid or a modality would go
     unnoticed.
 
     Args:
-        tensors: What safetensors wants to know of each tensor.
+        tensors: safetensors' header entry of each tensor.
     """
     rest = {name: value for name, value in metadata.items() if name != _SEAL}
     return checksum(canonical_json([rest, tensors]).encode())
 
 
 def encode_header(metadata: Mapping[str, str], tensors: Mapping[str, Any]) -> bytes:
-    """The bytes in front of the tensors.
+    """Return the bytes in front of the tensors.
 
     Args:
         metadata: Without the seal.
-        tensors: What safetensors wants to know of each.
+        tensors: safetensors' header entry of each tensor.
 
     Raises:
-        CorruptEntryError: They would be more than HEADER_LIMIT.
+        CorruptEntryError: The header would be larger than HEADER_LIMIT.
     """
     sealed = {**metadata, _SEAL: seal(metadata, tensors)}
     body = canonical_json({"__metadata__": sealed, **tensors}).encode()
@@ -143,14 +143,14 @@ def parse_header(
 
     Args:
         blob: The first ``8 + HEADER_LIMIT`` bytes of a file, or all of a shorter one.
-        version: What ``s3ec`` must say.
+        version: Expected value of ``s3ec``.
 
     Returns:
         Metadata, tensors, and all bytes in front of the tensors.
 
     Raises:
         CorruptEntryError: Not a file of ours, or one that lies about itself. ``reason`` is
-            ``version`` where it is of another format.
+            ``version`` if it is of another format.
     """
     if len(blob) < 8:
         raise CorruptEntryError(f"{len(blob)} bytes are too few for a header", reason="length")
@@ -185,7 +185,7 @@ def parse_header(
         raise CorruptEntryError("header is nested too deeply", reason="header") from exc
     if metadata.get(_SEAL) != sealed:
         raise CorruptEntryError("the header's own checksum differs", reason="header")
-    # One spelling for one header: what we would not have written was written by somebody else.
+    # A header has one spelling: a file with any other was not written by us.
     if front[8:].rstrip(b" ") != canonical_json(content).encode():
         raise CorruptEntryError("header is not canonical JSON", reason="header")
     return metadata, tensors, front
@@ -196,7 +196,7 @@ def parse_header(
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
-    """Where one column lies.
+    """Type, shape and offset of one column.
 
     Attributes:
         kind: numpy type.
@@ -210,7 +210,7 @@ class ColumnSpec:
 
     @property
     def count(self) -> int:
-        """How many items it has."""
+        """Number of items."""
         return math.prod(self.shape)
 
     @property
@@ -219,7 +219,7 @@ class ColumnSpec:
         return self.count * int(self.kind[-1])
 
     def of(self, blob: bytes | memoryview) -> npt.NDArray[Any]:
-        """The column as a read-only view of the whole file; copies nothing."""
+        """Return the column as a read-only view into the whole file; copies nothing."""
         import numpy as np
 
         return np.frombuffer(blob, self.kind, self.count, self.start).reshape(self.shape)
@@ -230,9 +230,9 @@ class FileHeader:
     """The checked header of a file.
 
     Attributes:
-        metadata: What it says of itself, seal included.
+        metadata: Its metadata, seal included.
         places: Its columns, by name, in their order.
-        data_start: Where the first one begins.
+        data_start: Offset of the first column, bytes.
     """
 
     metadata: Mapping[str, str]
@@ -252,7 +252,7 @@ class FileHeader:
 def encode_columns(
     metadata: Mapping[str, str], columns: Mapping[str, npt.NDArray[Any]]
 ) -> list[bytes | memoryview]:
-    """A whole file in pieces: its header, then each column without a copy.
+    """Return a whole file in pieces: its header, then each column without a copy.
 
     Args:
         metadata: Must hold ``s3ec`` and ``namespace``.
@@ -286,12 +286,12 @@ def parse_columns(
     Args:
         front: The file, of which only the header is read, or as much as parse_header needs.
         nbytes: Size of the file.
-        kind: What ``s3ec`` must say.
-        namespace: Which one it must have been written for.
-        name: What errors call the file.
+        kind: Expected value of ``s3ec``.
+        namespace: Namespace that it must have been written for.
+        name: Name of the file, for errors.
 
     Raises:
-        CorruptEntryError: ``reason`` is ``version`` where the file is of another format.
+        CorruptEntryError: ``reason`` is ``version`` if the file is of another format.
     """
     try:
         metadata, tensors, header = parse_header(front, kind)
@@ -313,7 +313,7 @@ def parse_columns(
 def _places(
     content: dict[str, Any], data_start: int, name: str
 ) -> tuple[dict[str, ColumnSpec], int]:
-    """Columns in the order of their places, which must follow each other without a gap."""
+    """Return the columns in the order of their offsets, which must leave no gap; and the end."""
     try:
         ordered = sorted(content.items(), key=lambda item: item[1]["data_offsets"])
         places, end = {}, data_start
@@ -346,7 +346,7 @@ def _place(tensor: dict[str, Any], start: int) -> ColumnSpec:
 
 
 def map_file(path: str | os.PathLike[str]) -> mmap.mmap:
-    """Map a whole file, and have it read ahead; before Python 3.13 it keeps a descriptor.
+    """Map a whole file, and request read-ahead; before Python 3.13 it keeps a descriptor.
 
     Raises:
         CorruptEntryError: Not a regular file, or empty.

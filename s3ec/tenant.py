@@ -17,21 +17,21 @@ from s3ec.errors import ConfigError
 
 FIELD = "tenant_key"
 MIN_SECRET_BYTES = 16
-# Read whole into memory; a path that was mistyped may be that of anything.
+# Limit of a read into memory; a mistyped path may name any file.
 _MAX_SECRET_BYTES = 64 * 1024
 _VARIABLE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]{0,254})")
 _FILE = re.compile(r"file:(/[^\0\n]{1,4095})")
-# Each kind of name has a prefix of its own, so that equal strings give different digests. The zero
-# ends it: no prefix and text together can spell another prefix.
+# Each kind of name has a separate prefix, so that equal strings give different digests. The zero
+# ends it: no prefix with its text can begin with another prefix.
 _MESSAGES = {"identifier": b"s3ec identifier\0", "adapter": b"s3ec adapter\0"}
 _ID_MESSAGE = b"s3ec tenant id"
 
 
 def check_reference(reference: str | None) -> str | None:
-    """The reference, if it has the form of one; the secret is not looked for.
+    """Return the reference if it has the form of one; does not read the secret.
 
     Raises:
-        ValueError: It has not. The text is left out: it may be the secret.
+        ValueError: It does not. The text is left out: it may be the secret.
     """
     if reference is None or _VARIABLE.fullmatch(reference) or _FILE.fullmatch(reference):
         return reference
@@ -42,10 +42,10 @@ def check_reference(reference: str | None) -> str | None:
 
 
 class Tenant:
-    """Who holds one secret. Derives names by HMAC-SHA256, about 2 microseconds each.
+    """The holder of one secret. Derives names by HMAC-SHA256, about 2 microseconds each.
 
     Attributes:
-        id: Public: 16 hex digits that tell two secrets apart and say nothing about either.
+        id: Public: 16 hex digits that differ between secrets and reveal nothing about them.
     """
 
     __slots__ = ("_secret", "id")
@@ -67,22 +67,22 @@ class Tenant:
 
     @classmethod
     def read(cls, reference: str | None) -> Tenant | None:
-        """The tenant of a ``tenant_key`` setting; None where that is unset.
+        """Return the tenant of a ``tenant_key`` setting; None if that is unset.
 
         Raises:
             ValueError: As check_reference.
-            ConfigError: The variable is unset, the file cannot be read, or what is there is too
-                short. Names the field and what to do, never the value.
+            ConfigError: The variable is unset, the file cannot be read, or the secret is too
+                short. Names the field and the fix, never the value.
         """
         if reference is None:
             return None
         return cls(read_secret(reference, FIELD))
 
     def hex_of(self, kind: Literal["identifier", "adapter"], text: str) -> str:
-        """What to call a string, 64 hex digits.
+        """Return the tenant's name for a string, 64 hex digits.
 
         Raises:
-            UnicodeEncodeError: It is no Unicode.
+            UnicodeEncodeError: It is not valid Unicode.
         """
         return hmac.digest(self._secret, _MESSAGES[kind] + text.encode("utf-8"), "sha256").hex()
 
@@ -94,7 +94,7 @@ class Tenant:
 
 
 def read_secret(reference: str, field: str) -> bytes:
-    """The secret that a reference names, without a line break at its end.
+    """Return the secret that a reference names, without a line break at its end.
 
     Args:
         field: The setting, for messages.
@@ -110,13 +110,13 @@ def read_secret(reference: str, field: str) -> bytes:
 
 
 def path_of(reference: str | None) -> str | None:
-    """The file that a reference names; None for a variable."""
+    """Return the file that a reference names; None for a variable."""
     match = _FILE.fullmatch(reference or "")
     return match[1] if match else None
 
 
 def exposure(reference: str | None) -> str | None:
-    """A warning where everybody on this machine can read the secret's file; None otherwise."""
+    """Return a warning if every user of this machine can read the secret's file; else None."""
     path = path_of(reference)
     try:
         mode = os.stat(path).st_mode if path else 0

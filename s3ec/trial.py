@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether requests to one server go without pixels, by how the last ones ended."""
+"""Decides whether requests to one server go without pixels, by the results of the last ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LONGEST_REST_S = 3600.0
 class Trial:
     """A breaker. Not locked; nothing waits.
 
-    States, and what moves between them:
+    States and transitions:
 
-    - open: requests go without pixels. Three in a row that fail for it begin a rest of a minute.
-    - resting: all have their pixels.
-    - on trial: the rest is over, and one request goes without. If it fails, the next rest takes
-      twice as long, up to an hour. If it says nothing within a minute, another one is tried.
+    - open: requests go without pixels. Three such failures in a row begin a rest of a minute.
+    - resting: all requests have their pixels.
+    - on trial: the rest is over, and one request goes without pixels. If it fails, the next rest
+      takes twice as long, up to an hour. If it has no result within a minute, another one is tried.
 
     Any success opens it, also a late one of a request from before the rest.
 
@@ -36,27 +36,27 @@ class Trial:
 
     @property
     def rests(self) -> bool:
-        """Whether requests have their pixels now."""
+        """True if requests have their pixels now."""
         return self._clock() < self._until_s
 
     def begin(self, request: object) -> None:
-        """A request goes without pixels; only where nothing rests."""
+        """Note that a request goes without pixels; not during a rest."""
         if self._rest_s:
             self._tried = request
             self._until_s = self._clock() + _FIRST_REST_S
 
     def succeeded(self) -> None:
-        """A request was answered without pixels."""
+        """Note that a request without pixels was answered."""
         self._failures = 0
         self._rest_s = 0.0
         self._until_s = float("-inf")
         self._tried = None
 
     def failed(self, request: object) -> float:
-        """A request had to be repeated with its pixels. Late ones change no rest.
+        """Note that a request had to be repeated with its pixels. Late ones change no rest.
 
         Returns:
-            Seconds of the rest that begins now; 0 where none does.
+            Seconds of the rest that begins now; 0 if none begins.
         """
         self._failures += 1
         if self._rest_s and self._tried is not request:

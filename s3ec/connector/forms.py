@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose processor gives one picture other pixels when others are in its prompt.
+"""Models whose processor makes different pixels of one image if others are in its prompt.
 
-vLLM's identifier of a picture says nothing of the prompt, so two forms of it have one identifier,
+vLLM's identifier of an image does not depend on the prompt, so two forms of it have one identifier,
 and vLLM's own caches mix them up. Nothing of such a modality is loaded or saved. ``FORMS`` names
 the models, and ``tests/versions/test_forms.py`` fails for a processor of the installed vLLM that is
-not in it. From 0.33 on vLLM's identifiers of three of them name the form (``_get_mm_hashes``), and
-nothing is left to do here.
+not in it. From 0.33 on vLLM's identifiers of three of them include the form (``_get_mm_hashes``),
+and those need no rule here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Form:
 
     Attributes:
         why: What the processor does.
-        modalities: Which items that is about.
-        applies: Whether a model is one of these, by its Hugging Face configuration.
+        modalities: The affected modalities.
+        applies: True if a model is affected, by its Hugging Face configuration.
     """
 
     why: str
@@ -44,21 +44,21 @@ def _has_dynamic_resolution(config: Any) -> bool:
     return "min_num_patches" in (getattr(vision, "args", None) or {})
 
 
-# By the class that makes the difference; classes derived from it are found as well.
+# By the class that causes the difference; derived classes are found as well.
 FORMS: Mapping[str, Form] = {
     "UnlimitedOCRMultiModalProcessor": Form(
         "cuts one picture into tiles or pads it, and squashes several"
     ),
     "H2OVLMultiModalProcessor": Form("cuts one picture twice, and several once"),
     "DeepseekVL2MultiModalProcessor": Form("cuts up to two pictures into tiles"),
-    # The budget is shared by those that vLLM's cache lacks at that moment, and it is cut from
-    # `max_model_len`. What came of it stays in that cache, and is used for later prompts.
+    # The images that are missing in vLLM's cache at that moment share a budget, which is cut from
+    # `max_model_len`. The result stays in that cache, and is used for later prompts.
     "NanoNemotronVLMultiModalProcessor": Form(
         "shrinks the pictures of a prompt until they fit together",
         applies=_has_dynamic_resolution,
     ),
 }
-# These override HOOK too, and an item has one form all the same.
+# These override HOOK too, but an item has one form all the same.
 ONE_FORM: Mapping[str, str] = {
     "JinaVLMultiModalProcessor": "turns the order of a pair around",
     "PixtralMultiModalProcessor": "says that the prompt has its tokens already (vLLM 0.27)",
@@ -72,15 +72,15 @@ _UNKNOWN = Form("may give one item several forms, for all s3ec knows", modalitie
 
 
 def form_of(processor: Any, config: Any) -> tuple[str, Form] | None:
-    """What is known of a processor's class, by the classes that it is derived from.
+    """Find the form of a processor's class, by the classes that it is derived from.
 
     Args:
-        processor: What the model is registered with.
+        processor: The processor that the model is registered with.
         config: The model's Hugging Face configuration.
 
     Returns:
-        The name of the class that makes the difference; None where items have one form, or where
-        vLLM's identifiers name it.
+        The class that causes the difference, by name, and its form; None if items have one form,
+        or if vLLM's identifiers include it.
     """
     if not isinstance(processor, type):  # a function that makes one
         return getattr(processor, "__name__", "?"), _UNKNOWN
@@ -97,10 +97,10 @@ def form_of(processor: Any, config: Any) -> tuple[str, Form] | None:
 
 
 def form_of_model(model_config: Any) -> tuple[str, Form] | None:
-    """As ``form_of``, of the processor that vLLM uses for a model.
+    """As ``form_of``, for the processor that vLLM uses for a model.
 
     Args:
-        model_config: vLLM's. Its model's class is imported, as vLLM does for the scheduler.
+        model_config: vLLM's ModelConfig. Imports the model's class, as vLLM does for the scheduler.
     """
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
@@ -109,7 +109,7 @@ def form_of_model(model_config: Any) -> tuple[str, Form] | None:
 
 
 def unshared_modalities(model_config: Any) -> tuple[str, ...]:
-    """Modalities of which nothing may be loaded or saved; empty for most models.
+    """Return modalities of which nothing may be loaded or saved; empty for most models.
 
     A line in the log says which, and why.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which file system holds a folder, and those that a tier cannot use.
+"""Detects the file system of a folder, and refuses those that a tier cannot use.
 
 A tier needs a file system of this machine alone. Another machine's eviction removes a file that
 this one has open, its locks are not seen here, and every hit would wait for a network. The bucket
@@ -15,7 +15,7 @@ from s3ec.errors import TierError
 
 MOUNTS = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
-# As /proc names them. 9p and virtiofs bring a folder of the host into a virtual machine: their
+# Names as in /proc. 9p and virtiofs share a folder of the host with a virtual machine: their
 # locks hold in one machine only, and others may use the same folder.
 _SHARED = frozenset(
     (
@@ -24,21 +24,21 @@ _SHARED = frozenset(
         *("gfs2", "ocfs2"),  # one disk, several machines
     )
 )
-# A process behind it answers, on servers mostly for a bucket or a share (s3fs, gcsfuse, juicefs,
-# sshfs, ceph-fuse), and no list of those would be complete. It may rename a file that is open
+# A process serves a FUSE file system, on servers mostly from a bucket or a share (s3fs, gcsfuse,
+# juicefs, sshfs, ceph-fuse), and no list of those would be complete. It may rename an open file
 # instead of removing it. The two here are a local disk and the layer of a rootless container.
 _LOCAL_FUSE = frozenset(("fuseblk", "fuse.fuse-overlayfs"))
-# Their pages are nowhere else, and they do not know RWF_NOWAIT.
+# Their pages are only in memory, and they do not support RWF_NOWAIT.
 IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 
 
 def file_system(path: Path, *, mounts: Path | None = None) -> str:
-    """The kind of file system that holds a path, or would; ``unknown`` where Linux does not say.
+    """Return the type of file system that holds a path, or would; ``unknown`` if Linux has none.
 
     Args:
         mounts: A table of mounts in the form of ``/proc/self/mountinfo``.
     """
-    # First, since it is what makes an automounter mount.
+    # First, since this access makes an automounter mount.
     real = path.resolve()
     try:
         lines = (mounts or MOUNTS).read_text("utf-8", "surrogateescape").splitlines()
@@ -55,10 +55,10 @@ def file_system(path: Path, *, mounts: Path | None = None) -> str:
 
 
 def require_local(root: Path) -> str:
-    """Refuse a folder that other machines share, or may; returns its kind of file system.
+    """Refuse a folder that other machines share, or may share; return its file system's type.
 
     Raises:
-        TierError: Names the file system and how to mend it.
+        TierError: Names the file system and the fix.
     """
     kind = file_system(root)
     if kind in _SHARED or (kind.startswith("fuse") and kind not in _LOCAL_FUSE):
