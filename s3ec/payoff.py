@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does storing embeddings pay? Arithmetic on sizes, times and prices; no I/O.
+"""Computes whether storing embeddings pays, from sizes, times and prices; no I/O.
 
 Bytes divided by the time of one encode decide. That is the bandwidth at which a download takes as
-long as the encoder, and with two prices it says how often a picture must come back. docs/
-does-it-pay.md derives each formula and says where the presets come from.
+long as the encoder, and with two prices it gives how often an image must be requested again. docs/
+does-it-pay.md derives each formula and gives the sources of the presets.
 
 Times are milliseconds, sizes bytes, bandwidths MB/s (10^6 bytes), prices US dollars.
 """
@@ -19,20 +19,20 @@ from typing import Any
 
 PRICES_AS_OF = "2026-11"
 DAYS_A_MONTH = 30.4
-# Reads of one entry from the bucket in a month, where nobody says more. Most questions about a
-# document come in one session and on one node, whose disk tier answers the second.
+# Default for the reads of one entry from the bucket in a month. Most questions about a document
+# come in one session and on one node, whose disk tier serves all but the first.
 ASSUMED_READS = 1.5
-# A share of the encoder's time that an assessment does not turn on.
+# Ratios within this factor of 1 count as even.
 MARGIN = 1.25
 # Large objects are fetched in ranges of this size, all at once.
 _RANGE_BYTES = 4 * 2**20
-# What a GPU more makes of an encoder's time: twice the GPUs, 1/1.385 of the time.
+# Speed-up of an encoder for twice the GPUs: 1/1.385 of the time.
 _SPEED_UP = 1.385
 _MS_AN_HOUR = 3.6e6
 
 
 class Source(StrEnum):
-    """Where a figure comes from."""
+    """Where a number comes from."""
 
     MEASURED = "measured"
     GIVEN = "given"
@@ -46,8 +46,8 @@ class Value:
     """A number and where it comes from.
 
     Attributes:
-        value: In the unit that its place says.
-        source: Of the number.
+        value: In the unit of the field that holds it.
+        source: Source of the number.
         note: How it was found, or what is doubtful about it; may be empty.
     """
 
@@ -57,29 +57,29 @@ class Value:
 
 
 def given(value: float, note: str = "") -> Value:
-    """What a person said."""
+    """Return a value that a person gave."""
     return Value(value, Source.GIVEN, note)
 
 
 def assumed(value: float, note: str = "") -> Value:
-    """A preset, or an estimate."""
+    """Return a preset, or an estimate."""
     return Value(value, Source.ASSUMED, note)
 
 
 def measured(value: float, note: str = "") -> Value:
-    """What was measured here."""
+    """Return a value that was measured here."""
     return Value(value, Source.MEASURED, note)
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as the estimates see it.
+    """A GPU, as used for estimates.
 
     Attributes:
-        label: For people.
-        dollars_an_hour: On demand.
-        tflops: What encoders of up to a billion parameters reach, in TFLOP/s. Known within 40%.
-        large_tflops: What larger ones reach.
+        label: Name for people.
+        dollars_an_hour: Price on demand.
+        tflops: TFLOP/s that encoders of up to a billion parameters reach. Known within 40%.
+        large_tflops: TFLOP/s that larger encoders reach.
     """
 
     label: str
@@ -88,8 +88,8 @@ class Gpu:
     large_tflops: float
 
 
-# What the last four reach follows from the others by what their makers publish: dense bf16 TFLOPS
-# to the power of 0.5 (of large encoders 0.6), times memory bandwidth to the power of 0.3.
+# The values of the last four are scaled from the others by published specifications: dense bf16
+# TFLOPS to the power of 0.5 (0.6 for large encoders), times memory bandwidth to the power of 0.3.
 # - L40S: 362 TFLOPS, 0.864 TB/s (NVIDIA L40S datasheet)
 # - H200: 989 TFLOPS, 4.8 TB/s (NVIDIA H200 datasheet)
 # - B200: 2,250 TFLOPS, 8 TB/s (NVIDIA HGX B200: an eighth, without sparsity)
@@ -109,16 +109,16 @@ GPUS: Mapping[str, Gpu] = {
 
 @dataclass(frozen=True, slots=True)
 class StorePreset:
-    """A store as published measurements and price lists describe it.
+    """A store, from published measurements and price lists.
 
     Attributes:
-        label: For people.
-        first_byte_ms: Median, of one request from within the region or the room.
-        stream_mb_s: Of one request.
-        node_mb_s: Of all requests of a node.
-        dollars_gb_month: For storing.
-        dollars_get: For one request.
-        dollars_gb_read: For each 10^9 bytes read.
+        label: Name for people.
+        first_byte_ms: Median of one request from within the region or the room.
+        stream_mb_s: Bandwidth of one request.
+        node_mb_s: Bandwidth of all requests of a node.
+        dollars_gb_month: Price of storing 10^9 bytes for a month.
+        dollars_get: Price of one request.
+        dollars_gb_read: Price of each 10^9 bytes read.
     """
 
     label: str
@@ -130,7 +130,7 @@ class StorePreset:
     dollars_gb_read: float = 0.0
 
     def fetch_ms(self, nbytes: float) -> float:
-        """Median time of one embedding, its ranges asked for all at once."""
+        """Return the median time of one embedding, with all its ranges requested at once."""
         stream_ms = min(nbytes, _RANGE_BYTES) / self.stream_mb_s / 1e3
         return self.first_byte_ms + max(stream_ms, nbytes / self.node_mb_s / 1e3)
 
@@ -146,7 +146,7 @@ STORES: Mapping[str, StorePreset] = {
 }
 
 
-# Dollars for 10^9 bytes from a region of AWS to another one, by the one that they leave: "Data
+# Dollars for 10^9 bytes from one AWS region to another, by the region that they leave: "Data
 # transfer out from Amazon S3 to another AWS Region", https://aws.amazon.com/s3/pricing/.
 _CROSSING: Mapping[str, float] = {
     "af-south-1": 0.147, "ap-east-1": 0.09, "ap-northeast-1": 0.09, "ap-northeast-2": 0.08,
@@ -159,7 +159,7 @@ _OHIO_VIRGINIA_DOLLARS = 0.01
 
 
 def crossing_dollars_gb(source: str | None, target: str | None) -> float | None:
-    """What 10^9 bytes cost from one region of AWS to another; None where that is not known."""
+    """Return the price of 10^9 bytes from one AWS region to another; None if not known."""
     if source is None or target is None:
         return None
     if source == target:
@@ -172,15 +172,15 @@ def crossing_dollars_gb(source: str | None, target: str | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ModelEstimate:
-    """One picture of an A4 page at 150 dots per inch (1240 x 1754), or 30 s of audio.
+    """A model's estimate for one A4 page at 150 dpi (1240 x 1754), or 30 s of audio.
 
     Attributes:
-        name: For tables.
-        hub: As the hub writes it.
-        rows, width: Of the embedding, bf16.
-        tflop: Of one encode.
-        gpus: Of an engine that serves the model, for GPUs of 80 GB.
-        large: Its encoder has billions of parameters.
+        name: Name for tables.
+        hub: Name on the hub.
+        rows, width: Shape of the embedding, bf16.
+        tflop: Work of one encode.
+        gpus: Number of 80 GB GPUs of an engine that serves the model.
+        large: True if its encoder has billions of parameters.
     """
 
     name: str
@@ -198,17 +198,17 @@ class ModelEstimate:
 
     @property
     def nbytes(self) -> int:
-        """Of the stored tensor."""
+        """Size of the stored tensor in bytes."""
         return self.rows * self.width * 2
 
     def encode_ms(self, gpu: Gpu, gpus: int) -> float:
-        """One encode on so many GPUs that share the encoder's work."""
+        """Return the time of one encode on ``gpus`` GPUs that share the encoder's work."""
         tflops = gpu.large_tflops if self.large else gpu.tflops
         return self.tflop / tflops * 1e3 / speed_up(gpus)
 
 
 def speed_up(gpus: float) -> float:
-    """How many times faster an encoder is on so many GPUs: far fewer times than there are."""
+    """Return how many times faster an encoder is on ``gpus`` GPUs: far less than ``gpus``."""
     return float(_SPEED_UP ** math.log2(gpus))
 
 
@@ -268,13 +268,13 @@ _BY_NAME = {
 
 
 def find_model(name: str) -> ModelEstimate | None:
-    """The model of a name: as the hub writes it, with or without its owner, or a folder's path."""
+    """Find a model by its name on the hub, with or without the owner, or by a folder's path."""
     name = name.lower().rstrip("/")
     return _BY_NAME.get(name) or _BY_NAME.get(name.rpartition("/")[2])
 
 
 def alike(name: str) -> list[str]:
-    """Models of the table whose names are nearly this one, as the hub writes them."""
+    """Return models of the table with similar names, as written on the hub."""
     near = difflib.get_close_matches(name.lower().rpartition("/")[2], _BY_NAME, n=6, cutoff=0.5)
     return list(dict.fromkeys(_BY_NAME[one].hub for one in near))[:3]
 
@@ -282,13 +282,13 @@ def alike(name: str) -> list[str]:
 def transformer_tflop(
     *, layers: int, width: int, inner: int, gated: bool, patches: int, span: int
 ) -> float:
-    """Work of one vision transformer over the patches of one picture, in TFLOP.
+    """Return the work of one vision transformer over the patches of one image, in TFLOP.
 
     Args:
         inner: Width of the MLP.
-        gated: The MLP has a gate, so three matrices.
-        patches: Of the whole picture.
-        span: Patches that attend to each other: those of a tile, or of the whole picture.
+        gated: True if the MLP has a gate, so three matrices.
+        patches: Patches of the whole image.
+        span: Patches that attend to each other: those of a tile, or of the whole image.
     """
     parameters = layers * (4 * width**2 + (3 if gated else 2) * width * inner)
     return (2 * parameters * patches + 4 * layers * patches * span * width) / 1e12
@@ -296,21 +296,21 @@ def transformer_tflop(
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What is known of one kind of picture, an engine and a store.
+    """Facts about one kind of image, an engine and a store.
 
     Attributes:
-        rows, width: Of the embedding.
-        itemsize: Bytes of one number of it.
-        encode_ms: One encode in the engine, on all its GPUs together.
-        gpus: Of the engine. All take part in an encode or wait for it.
-        gpu_dollars_an_hour: Of one of them.
-        fetch_ms: One embedding from the bucket to this node, alone; the median.
-        node_mb_s: What a node can fetch at most.
-        reads: Of one entry from the bucket, in a month.
-        store: For its prices.
-        crossing_dollars_gb: For 10^9 bytes from home to a replica; None without one.
-        tier_ms: One embedding from this node's disk; None where it is not known.
-        processor_ms: CPU time before the encoder; None where it is not known.
+        rows, width: Shape of the embedding.
+        itemsize: Bytes of one of its values.
+        encode_ms: Time of one encode in the engine, on all its GPUs together.
+        gpus: GPUs of the engine. All take part in an encode or wait for it.
+        gpu_dollars_an_hour: Price of one of them.
+        fetch_ms: Median time of one embedding from the bucket to this node, fetched alone.
+        node_mb_s: Highest download bandwidth of a node.
+        reads: Reads of one entry from the bucket in a month.
+        store: The store's prices.
+        crossing_dollars_gb: Price of 10^9 bytes from home to a replica; None without one.
+        tier_ms: Time of one embedding from this node's disk; None if not known.
+        processor_ms: CPU time before the encoder; None if not known.
     """
 
     rows: Value
@@ -329,20 +329,20 @@ class Inputs:
 
     @property
     def nbytes(self) -> float:
-        """Of one embedding."""
+        """Size of one embedding in bytes."""
         return self.rows.value * self.width.value * self.itemsize.value
 
 
 @dataclass(slots=True)
 class Known:
-    """What the command line says; None where it says nothing.
+    """The facts given on the command line; None for those not given.
 
     Attributes:
-        like: A model of the table, in place of one that vLLM is asked about.
+        like: A model of the table, in place of one that is read from vLLM.
         rows, width, encode_ms, fetch_ms, reads: As in Inputs.
-        gpu: The engine's.
-        gpus: How many of them.
-        gpu_dollars_an_hour: Of one.
+        gpu: The engine's GPU.
+        gpus: Number of GPUs.
+        gpu_dollars_an_hour: Price of one GPU.
         store: Preset for prices, and for times that are not measured.
         crossing_dollars_gb: As in Inputs.
     """
@@ -362,12 +362,12 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """One answer.
+    """One verdict.
 
     Attributes:
         word: ``yes``, ``even`` or ``no``.
         ratio: How many times better than encoding; 1 is even, and above 1 is better.
-        why: A sentence with the figures that decided.
+        why: A sentence with the numbers that decided.
     """
 
     word: str
@@ -377,23 +377,23 @@ class Assessment:
 
 @dataclass(frozen=True, slots=True)
 class Payoff:
-    """What follows from the inputs.
+    """The results for some inputs.
 
     Attributes:
-        nbytes: Of one embedding.
+        nbytes: Size of one embedding.
         encode_ms: As in the inputs.
         tie_mb_s: Bandwidth at which a download takes as long as the encoder; KB per millisecond.
-        gain_ms: What a hit from the bucket, which is fetched and then loaded, saves of a request's
-            time to first token. Below 0 it costs; with ``wait`` = auto nobody waits for it then.
-        tier_gain_ms: The same for a hit from the tier; None where the tier's time is not known.
-        encode_dollars: Of one encode.
-        month_dollars: Of storing one embedding for a month.
-        read_dollars: Of one read from the bucket.
-        break_even_reads: From the bucket in a month, from which on storing costs less; infinite
-            where one read costs more than an encode.
-        keep_days: How long an entry may lie unread before its storage has cost one encode;
-            infinite where storage costs nothing.
-        latency, throughput, money: What each comes to.
+        gain_ms: Time to first token that a hit from the bucket saves, after its fetch and load.
+            Below 0 a hit costs time; with ``wait`` = auto no request waits for it then.
+        tier_gain_ms: The same for a hit from the tier; None if the tier's time is not known.
+        encode_dollars: Price of one encode.
+        month_dollars: Price of storing one embedding for a month.
+        read_dollars: Price of one read from the bucket.
+        break_even_reads: Reads from the bucket in a month from which on storing costs less;
+            infinite if one read costs more than an encode.
+        keep_days: How long an entry may stay unread before its storage has cost one encode;
+            infinite if storage costs nothing.
+        latency, throughput, money: The verdict on each.
     """
 
     nbytes: float
@@ -471,12 +471,12 @@ def _assess(ratio: float, why: str) -> Assessment:
 
 
 def advised_settings(payoff: Payoff) -> dict[str, str]:
-    """Settings of s3ec that follow, as vLLM's JSON has them; what is a default is left out."""
+    """Return the settings of s3ec that follow, as in vLLM's JSON; defaults are left out."""
     return {} if payoff.money.word == "yes" else {"save": "worth"}
 
 
 def figures(inputs: Inputs, payoff: Payoff) -> list[dict[str, Any]]:
-    """Every figure with unit and source, in the order in which people read them."""
+    """Return every number with unit and source, in the order for display."""
     crossing = inputs.crossing_dollars_gb
     once = None if crossing is None else assumed(payoff.nbytes / 1e3 * crossing, "once a replica")
     rows: list[tuple[str, Value | float | None, str]] = [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All settings: names, types, defaults, and which go together; ``config.py`` reads them.
+"""All settings: names, types, defaults, and valid combinations; ``config.py`` reads them.
 
-How the place of a corpus is written (URLs, prefixes, servers) stands first, and the table of all
-settings for the documentation last.
+The module begins with the syntax of a corpus's address (URLs, prefixes, servers), and ends with
+the table of all settings for the documentation.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CorpusUrl:
 
 
 def parse_url(text: str) -> CorpusUrl:
-    """Take a URL apart; ``%20`` and the like are decoded.
+    """Parse the URL of a corpus; percent-encoded characters are decoded.
 
     Raises:
         ValueError: Not such a URL; the message does not repeat it.
@@ -84,10 +84,10 @@ def parse_url(text: str) -> CorpusUrl:
 
 
 def check_prefix(value: str) -> str:
-    """A folder's name without surrounding slashes.
+    """Return a folder's name without surrounding slashes.
 
     Raises:
-        ValueError: It could not stand in front of an object's name.
+        ValueError: It cannot be the prefix of an object's name.
     """
     value = value.strip("/")
     if any(part in ("", ".", "..") for part in value.split("/") if value):
@@ -100,10 +100,10 @@ def check_prefix(value: str) -> str:
 
 
 def check_endpoint(value: str) -> str:
-    """The URL of a server, without a slash at its end.
+    """Return the URL of a server, without a slash at its end.
 
     Raises:
-        ValueError: It says more or less than a server; the message does not repeat it.
+        ValueError: It has more or fewer parts than a server's; the message does not repeat it.
     """
     # Anywhere, since a key with a slash in it would be taken for host and path.
     if "@" in value:
@@ -118,16 +118,16 @@ def check_endpoint(value: str) -> str:
     try:
         _ = url.port
     except ValueError:
-        # Without its text and trace: both repeat what was given.
+        # Without its text and trace: both repeat the given value.
         raise ValueError("the port is not a number from 0 to 65535") from None
     return value.rstrip("/")
 
 
 def is_plain_http_elsewhere(url: str, scheme: str = "http") -> bool:
-    """Whether this is ``http://`` (or another scheme) to what may be another machine.
+    """Return True for ``http://`` (or another scheme) to a host that may be another machine.
 
-    Only addresses of loopback and the name ``localhost`` are this one for sure: what else a name
-    resolves to is for others to say, and can change.
+    Only loopback addresses and the name ``localhost`` are certainly this machine: other names are
+    resolved by others, and their addresses can change.
     """
     parts = urlsplit(url)
     if parts.scheme != scheme or parts.hostname == "localhost":
@@ -138,9 +138,9 @@ def is_plain_http_elsewhere(url: str, scheme: str = "http") -> bool:
         return True
 
 
-# A customer's own servers have names of Amazon's too: of EC2, of load balancers, of gateways.
-# Of an endpoint: names between single slashes, of characters that no client changes.
+# Path of an endpoint: names between single slashes, of characters that no client changes.
 _PATH = re.compile(r"(/(?!\.{1,2}(/|$))[\w.~-]+)*/?", re.ASCII)
+# Only S3's own names: a customer's servers have Amazon names too (EC2, load balancers, gateways).
 _AMAZONS = re.compile(
     r"(?:.+\.)?s3(?:express)?(?:-[a-z0-9-]+)?(?:\.dualstack)?(?:\.[a-z0-9-]+)?(?:\.vpce)?"
     r"\.amazonaws\.com(?:\.cn)?"
@@ -148,7 +148,7 @@ _AMAZONS = re.compile(
 
 
 def is_amazons(url: str) -> bool:
-    """Whether a URL's host is Amazon's S3."""
+    """Return True if a URL's host is Amazon's S3."""
     return _AMAZONS.fullmatch(urlsplit(url).hostname or "") is not None
 
 
@@ -166,7 +166,7 @@ OF_S3 = ("bucket", "prefix", "endpoint_url", "region", "addressing_style", "allo
 
 def _default_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # the XDG specification has others ignored
+    if os.path.isabs(base):  # the XDG specification ignores relative paths
         return Path(base) / "s3ec"
     return Path("~/.cache/s3ec")
 
@@ -179,7 +179,7 @@ def _check_epoch(value: Any) -> str:
 
 
 def _check_text(value: Any) -> Any:
-    """Refuse half a surrogate pair, which JSON can spell and no name or file can have."""
+    """Refuse half a surrogate pair, which JSON can express and no name or file can have."""
     try:
         if isinstance(value, str | Path):
             str(value).encode()
@@ -189,7 +189,7 @@ def _check_text(value: Any) -> Any:
 
 
 def _parse_replicas(value: Any) -> Any:
-    """The list itself, which a variable holds as JSON."""
+    """Return the list itself; a variable holds it as JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -214,9 +214,9 @@ def _check_redis(value: str | None) -> str | None:
 class Replica(BaseModel):
     """A place near this node that holds copies of the corpus; frozen.
 
-    A bucket, or with ``url`` a Redis or Valkey, which may forget them. What is left out of
-    ``prefix``, ``addressing_style``, ``allow_http``, ``profile`` and ``ca_bundle`` is as for the
-    corpus itself.
+    A bucket, or with ``url`` a Redis or Valkey server, which may evict them. If unset, ``prefix``,
+    ``addressing_style``, ``allow_http``, ``profile`` and ``ca_bundle`` are those of the corpus
+    itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -441,7 +441,7 @@ class Settings(BaseModel):
         if value is None:
             return None
         url = parse_url(value)
-        if url.scheme == "s3":  # load_settings takes these apart before
+        if url.scheme == "s3":  # load_settings splits these before
             raise ValueError("an s3:// URL is written as `bucket` and `prefix`")
         return str(url)
 
@@ -519,7 +519,7 @@ class Settings(BaseModel):
         return self
 
     def _check_replicas(self) -> None:
-        """Check that each can be opened and is a place of its own: its name labels counters."""
+        """Check that each replica can be opened and has a unique name: it labels counters."""
         taken = {self._bucket: "the corpus itself"} if self.bucket else {}
         names: dict[str, str] = {}
         for number, replica in enumerate(self.replicas):
@@ -566,7 +566,7 @@ class Settings(BaseModel):
 
     @property
     def path_style(self) -> bool | None:
-        """True for path style, False for virtual-host style, None where the SDK decides."""
+        """True for path style, False for virtual-host style, None if the SDK decides."""
         if self.addressing_style != "auto":
             return self.addressing_style == "path"
         return None if self.endpoint_url is None or is_amazons(self.endpoint_url) else True

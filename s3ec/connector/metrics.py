@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every count of s3ec, its name on /metrics and its meaning; and what one engine has counted.
+"""Every counter of s3ec, its name on /metrics and its meaning; and the counts of one engine.
 
-``stats.py`` makes vLLM's metrics of the tables, and ``make docs`` makes docs/metrics.md of them.
-Nothing here needs vLLM.
+``stats.py`` makes vLLM's metrics from the tables, and ``make docs`` makes docs/metrics.md from
+them. Nothing here needs vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from s3ec.runtime import contained
 log = logging.getLogger(__name__)
 
 LINE_EVERY_S = 60.0
-# What the line is about: nothing is said while all of these stay as they are.
+# Prefixes of the counters in the log line: it is not written while none of them changes.
 _OF_INTEREST = ("lookups.", "hits", "misses", "fetch_items.", "save.items", "save_problem.")
 
 _PREFIX = "vllm:s3ec_"
@@ -125,8 +125,8 @@ _PLAIN = {
     ),
     "internal_errors": ("internal_errors", "Errors inside s3ec that it caught."),
 }
-# figure of ours that is sent as it is -> (Prometheus name, help, how those of the scheduler's
-# process and of all ranks make one: their sum or the largest)
+# gauge of ours, sent unchanged -> (Prometheus name, help, how the values of the scheduler's process
+# and of all ranks are combined: their sum or the largest)
 _GAUGES = {
     "level.spool_entries": (
         "spool_entries",
@@ -342,7 +342,7 @@ _HISTOGRAMS: dict[str, _Labelled] = {
         {},
     ),
 }
-# Of interest to a debugger only: counted, and not on /metrics.
+# Only for debugging: counted, but not on /metrics.
 NOT_EXPORTED = {
     "fetch_parked": "Fetches that waited for another process of the node.",
     "index.downloads": "Deltas and snapshots of the index that were downloaded.",
@@ -357,12 +357,12 @@ HISTOGRAMS = {ours: (_PREFIX + one[0], *one[1:]) for ours, one in _HISTOGRAMS.it
 
 
 def label_values(labels: tuple[str, ...], spelt: str) -> list[str]:
-    """What stands behind the prefix of a counter, as the values of the metric's labels."""
+    """Split the rest of a counter's name, after its prefix, into the values of the labels."""
     return spelt.split(".", len(labels) - 1) if labels else []
 
 
 def zeros() -> dict[str, float]:
-    """Every counter with a label, as 0; without those of which nobody knows all values.
+    """Return every counter with a label as 0, except labels whose values are not all known.
 
     Prometheus sees no increase in a series that begins at 1. An alert on the first error of a kind
     would stay silent.
@@ -384,26 +384,26 @@ class EngineMetrics:
     """
 
     def __init__(self, node: Node) -> None:
-        """Nothing is told yet.
+        """Start with all counts unreported.
 
         Args:
-            node: The scheduler half's.
+            node: Node of the scheduler half.
         """
         self._node = node
         self._wait = node.settings.wait
         self._unsent = Increments(node.counters)
         self._unsaid = Increments(node.counters)
-        self._lock = threading.RLock()  # of the latter; a signal handler may close it, see Counters
+        self._lock = threading.RLock()  # for _unsaid; a signal handler may close, see Counters
         self._line: Future[None] | None = None
         self._ranks: dict[int, Mapping[str, float]] = {}
         self._told = node.levels
 
     def on_report(self, levels: Mapping[int, Mapping[str, float]]) -> None:
-        """Take what gauges of ranks in other processes say."""
+        """Store gauges of ranks in other processes."""
         self._ranks.update(levels)
 
     def levels(self) -> dict[str, float]:
-        """What the gauges say of the whole engine."""
+        """Return the gauges of the whole engine."""
         found = dict(self._node.levels)
         for of_rank in self._ranks.copy().values():
             for name, level in of_rank.items():
@@ -417,9 +417,9 @@ class EngineMetrics:
         return found
 
     def news(self) -> dict[str, float]:
-        """What was counted since the last call, and about once a second what the gauges say.
+        """Return the increments since the last call, and about once a second the gauges.
 
-        Also where nothing has changed: a reader that has just started knows nothing.
+        Gauges come even without a change: a reader that has just started has none.
         """
         news = self._unsent.take()
         if self._node.levels is not self._told:
@@ -432,7 +432,7 @@ class EngineMetrics:
         self._line = self._node.loop.submit(self._tell_forever())
 
     def close(self) -> None:
-        """Say what was not said yet. More than once is fine."""
+        """Log the remaining counts. Idempotent."""
         if self._line is not None:
             self._line.cancel()
         self._tell()
@@ -451,11 +451,11 @@ class EngineMetrics:
 
 
 def line_of(counts: Mapping[str, float], *, wait: str = "auto") -> str | None:
-    """One line about what was counted in a while; None where nothing of interest was.
+    """Return one log line about some increments; None if none of them matters for it.
 
     Args:
         counts: Increments.
-        wait: The setting.
+        wait: The setting `wait`.
     """
     if not any(name.startswith(_OF_INTEREST) for name in counts):
         return None
@@ -485,7 +485,7 @@ def line_of(counts: Mapping[str, float], *, wait: str = "auto") -> str | None:
 
 
 def _why_encoded(counts: Mapping[str, float], wait: str) -> Iterator[str]:
-    """Why pictures were encoded though the bucket has them."""
+    """Yield why images were encoded though the bucket has them."""
 
     def get(name: str) -> float:
         return counts.get(name, 0)
@@ -506,7 +506,7 @@ def _why_encoded(counts: Mapping[str, float], wait: str) -> Iterator[str]:
 
 
 def _pictures(count: float, where: str = "") -> str:
-    """Such as ``8 pictures are in the bucket and were``."""
+    """Return a phrase such as ``8 pictures are in the bucket and were``."""
     noun, be, was = ("picture", "is", "was") if count == 1 else ("pictures", "are", "were")
     return f"{count:.0f} {noun} " + (f"{be} {where} {was}" if where else was)
 

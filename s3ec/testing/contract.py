@@ -50,12 +50,12 @@ async def _put_all(store: Store, bodies: dict[str, bytes]) -> None:
 
 
 class StoreContract:
-    """What base.Store promises, as tests; each test has a prefix of its own.
+    """The promises of base.Store, as tests; each test has a prefix of its own.
 
     Attributes:
         list_count: Objects in the test of a long listing; more than one page of the store.
-        decides_races: Whether the service looks for an object and writes it in one step. One that
-            does not is no place for a corpus.
+        decides_races: True if the service checks for an object and writes it in one step. A
+            service that does not is unfit for a corpus.
     """
 
     list_count = 1005
@@ -63,12 +63,12 @@ class StoreContract:
 
     @pytest.fixture
     def make_store(self) -> MakeStore:
-        """The only thing a subclass must give."""
+        """The only fixture that a subclass must override."""
         raise NotImplementedError("override the make_store fixture")
 
     @pytest_asyncio.fixture
     async def store(self, make_store: MakeStore) -> AsyncIterator[Store]:
-        """A store over a prefix that nobody else uses."""
+        """Yield a store over a prefix that no other test uses."""
         store = make_store(f"contract-{secrets.token_hex(6)}")
         yield store
         await store.close()
@@ -167,13 +167,13 @@ class StoreContract:
         losers = [result for result in results if result is not None]
         assert len(winners) == 1
         assert await store.get("race", max_bytes=_AMPLE) == winners[0]
-        # 409 is a server's way to say that another write of this name is under way.
+        # A server answers 409 while another write of this name is running.
         assert all(isinstance(loser, (ConflictError, UnavailableError)) for loser in losers)
 
     async def test_list_returns_every_object_once_over_many_pages(self, store: Store) -> None:
         bodies = {f"objects/{i:05d}": b"x" * (i % 7) for i in range(self.list_count)}
         await _put_all(store, bodies)
-        await _names(store, "objects/00000")  # which skips this where there is no listing
+        await _names(store, "objects/00000")  # skips this test if the store cannot list
         listed = [info async for info in store.list("objects/")]
         assert len(listed) == len(bodies)
         assert {info.name: info.nbytes for info in listed} == {
@@ -210,7 +210,7 @@ class StoreContract:
         listing = store.list("objects/")
         first = await anext(listing)
         assert first.name.startswith("objects/")
-        # The store goes on working after a listing that nobody finished.
+        # The store still works after an unfinished listing.
         assert await store.get(first.name, max_bytes=1) == b"x"
 
     async def test_list_folders_names_what_is_directly_below(self, store: Store) -> None:
@@ -311,7 +311,7 @@ class StoreContract:
     async def test_names_up_to_1024_bytes(self, make_store: MakeStore) -> None:
         prefix = secrets.token_hex(4)
         store = make_store(prefix)
-        # Parts of at most 255 bytes, which is where servers that keep files end.
+        # Parts of at most 255 bytes, the limit of servers that store files.
         name = "/".join(["n" * 200] * 6)[: 1024 - len(prefix) - 1]
         try:
             await store.put_if_absent(name, [b"far"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store around a store that fails as it is told to, and counts what it was asked."""
+"""A store around a store that injects scripted faults, and counts calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Gate:
-    """Holds operations until a test lets them go; wait in any loop, release in any thread.
+    """Holds operations until a test releases them; wait in any loop, release in any thread.
 
     Attributes:
         reached: Set once the first operation waits here; wait on it with a timeout.
@@ -52,20 +52,20 @@ class Gate:
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong, with which operations.
+    """One fault, and the operations that it strikes.
 
     Attributes:
         op: Regular expression that the whole name of the method matches, such as
             ``get|get_range``.
-        name: Regular expression searched in the object's name, or the listing's prefix; of
-            delete_many in its names, one a line.
+        name: Regular expression searched in the object's name, or the listing's prefix; for
+            delete_many in its names, one per line.
         gate: Wait here first.
         error: Makes the exception to raise from a message, such as ``UnavailableError``.
-        lost_reply: Do what was asked, then raise ``error`` (UnavailableError if None).
-        partial: Of delete_many only the names that match fail, in its result.
-        change: What becomes of the bytes that get and get_range return; see cut, flip, replace.
-        skip: Matching calls let through first.
-        times: How often it strikes at most; None for ever.
+        lost_reply: Run the operation, then raise ``error`` (UnavailableError if None).
+        partial: In a delete_many only the matching names fail, in its result.
+        change: Changes the bytes that get and get_range return; see cut, flip, replace.
+        skip: Number of matching calls that pass first.
+        times: How often it strikes at most; None for no limit.
         struck: How often it struck.
     """
 
@@ -81,7 +81,7 @@ class Fault:
     struck: int = 0
 
     def matches(self, op: str, name: str) -> bool:
-        """Whether this fault is about such a call."""
+        """Return True if this fault matches such a call."""
         return re.fullmatch(self.op, op) is not None and any(
             re.search(self.name, line) for line in name.split("\n")
         )
@@ -93,7 +93,7 @@ def cut(nbytes: int) -> Callable[[bytes], bytes]:
 
 
 def flip(bit: int) -> Callable[[bytes], bytes]:
-    """Turn one bit over; counted from the front, from the back where negative."""
+    """Flip one bit; counted from the front, from the back if negative."""
 
     def change(body: bytes) -> bytes:
         changed = bytearray(body)
@@ -104,7 +104,7 @@ def flip(bit: int) -> Callable[[bytes], bytes]:
 
 
 def replace(other: bytes) -> Callable[[bytes], bytes]:
-    """Another object's bytes altogether."""
+    """Return another object's bytes in place of the body."""
     return lambda _: other
 
 
@@ -134,7 +134,7 @@ class FaultStore(Wrapper):
 
     Args:
         inner: The store that does the work.
-        plan: Which calls fail; none where it is None.
+        plan: The calls that fail; None for none.
 
     Attributes:
         plan: As given; may be replaced.

@@ -26,7 +26,7 @@ Complaints = list[str]
 
 @dataclass(slots=True)
 class MemoryBucket:
-    """What several stores can share, as processes share a bucket.
+    """A bucket that several stores can share, as processes share a bucket.
 
     Tests may tamper with ``objects`` directly.
 
@@ -37,15 +37,15 @@ class MemoryBucket:
 
     objects: dict[str, bytes] = field(default_factory=dict)
     modified_s: dict[str, float] = field(default_factory=dict)
-    # Stores of several threads may share a bucket, and of many writers one must win.
+    # Stores of several threads may share a bucket, and exactly one of many writers must win.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class MemoryStore:
     """A Store over a MemoryBucket.
 
-    Every operation gives the loop one turn before it acts, so that coroutines interleave as they
-    would around real requests. Listings come in reverse order, so that nobody relies on one.
+    Every operation yields to the loop once before it acts, so that coroutines interleave as they
+    would around real requests. Listings come in reverse order, so that no code relies on an order.
 
     Args:
         bucket: Share this one; a fresh one if None.
@@ -129,7 +129,7 @@ class MemoryStore:
         self._closed = True
 
     def check(self) -> Complaints:
-        """What is wrong with the bucket, one string per complaint; empty when sound."""
+        """Return what is wrong with the bucket, one string per complaint; empty if nothing is."""
         with self.bucket.lock:
             keys = set(self.bucket.objects)
             dated = set(self.bucket.modified_s)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """S3 servers on this machine: SeaweedFS as a child process, moto as a thread.
 
-``LocalS3`` is the real thing: durable, checks signatures and identities, refuses the second
+``LocalS3`` is a real server: durable, checks signatures and identities, refuses the second
 conditional PUT also under races. ``MotoServer`` answers as S3 does, but checks no signatures, and
-of writers that race for a name two may win there. Both listen on 127.0.0.1 only.
+two writers that race for a name may both win. Both listen on 127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALL_ACTIONS = ("Admin", "Read", "Write", "List", "Tagging")
 
 @dataclass(frozen=True)
 class Identity:
-    """A user of the server, with keys of its own.
+    """A user of the server, with its own keys.
 
     Attributes:
         name: Unique in the server.
@@ -63,14 +63,14 @@ class Identity:
 
 
 class S3Server:
-    """What tests and the demo need of any S3 server. A context manager starts and closes it."""
+    """An S3 server for tests and the demo. As a context manager, it starts and closes itself."""
 
     def __init__(self, admin: Identity, port: int) -> None:
         self._admin = admin
         self._port = port
 
     def start(self) -> Self:
-        """Start the server; it answers when this returns."""
+        """Start the server; it answers requests when this returns."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class S3Server:
         return self._admin.secret_key
 
     def env(self, identity: Identity | None = None) -> dict[str, str]:
-        """Variables that hand the SDK's chain the keys (the admin's unless one is named).
+        """Return variables that give the SDK's chain the keys (the admin's unless one is named).
 
         The endpoint is not among them: it is a setting of s3ec, not of the SDK.
         """
@@ -113,12 +113,12 @@ class S3Server:
             "AWS_SECRET_ACCESS_KEY": who.secret_key,
             "AWS_DEFAULT_REGION": REGION,
             "AWS_REGION": REGION,
-            # No instance role is asked for: that would wait for seconds off AWS.
+            # No instance role is requested: outside AWS that would wait for seconds.
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
     def client(self, identity: Identity | None = None) -> Any:
-        """A boto3 client without retries, proxies or profile (the admin's unless one is named)."""
+        """Make a boto3 client without retries, proxies or profile (the admin's by default)."""
         who = identity or self._admin
         config = Config(
             retries={"total_max_attempts": 1},
@@ -151,8 +151,8 @@ class S3Server:
         client.delete_bucket(Bucket=name)
 
 
-# Every HTTP port P of SeaweedFS has a gRPC port P + 10000 beside it. Both stay below 32768,
-# where Linux begins to hand out ports for outgoing connections.
+# Every HTTP port P of SeaweedFS has a gRPC port P + 10000. Both stay below 32768, where Linux's
+# ports for outgoing connections begin.
 _GRPC_OFFSET = 10_000
 _PORTS = range(12_000, 22_000)
 _SIDE_SERVICES = ("master", "volume", "filer", "admin")
@@ -209,7 +209,7 @@ class LocalS3(S3Server):
         return self._process.pid
 
     def start(self, timeout_s: float = 300.0) -> Self:
-        """Start the server and wait until it takes and gives objects, within six seconds.
+        """Start the server and wait until it stores and serves objects, within six seconds.
 
         Raises:
             ConfigError: The given port is taken.
@@ -217,7 +217,7 @@ class LocalS3(S3Server):
         """
         if self.pid is not None:
             raise RuntimeError("this LocalS3 is already running")
-        self.kill()  # what a server that ended by itself has left
+        self.kill()  # clean up after a server that ended by itself
         if self._fixed_port and not _is_free(self._port):
             raise ConfigError(
                 f"port {self._port} or {self._port + _GRPC_OFFSET} on {HOST} is taken; "
@@ -237,14 +237,14 @@ class LocalS3(S3Server):
             self.kill()
             if not died:
                 break
-            # Somebody took one of the ports since it was found free: try others.
+            # Another process took one of the ports since it was found free: try others.
             self._side_ports = {}
             if not self._fixed_port:
                 self._port = free_port()
         raise UnavailableError(f"SeaweedFS did not start; it said\n{_last_words(self._run_dir)}")
 
     def kill(self) -> None:
-        """End the server with SIGKILL, as a crash would; what it acknowledged is kept."""
+        """End the server with SIGKILL, as a crash would; acknowledged objects are kept."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -258,7 +258,7 @@ class LocalS3(S3Server):
             path.unlink(missing_ok=True)
 
     def restart(self) -> Self:
-        """Start again on the same port and data, after a kill where it still runs."""
+        """Start again on the same port and data; kill it first if it still runs."""
         self.kill()
         return self.start()
 
@@ -278,8 +278,8 @@ class LocalS3(S3Server):
         with open(run_dir / "server.log", "wb") as log:
             self._process = subprocess.Popen(
                 [self._weed, "mini", f"-dir={data_dir}", *self._options(run_dir, users)],
-                # Nothing of this process's environment: AWS_* would add an identity, and a
-                # configuration in the home folder would be read. Its own logs go to TMPDIR.
+                # Not this process's environment: AWS_* would add an identity, and it would read a
+                # configuration in the home folder. Its own logs go to TMPDIR.
                 env={"HOME": str(run_dir), "TMPDIR": str(run_dir), "PATH": os.defpath},
                 cwd=run_dir,
                 stdin=subprocess.DEVNULL,
@@ -298,8 +298,8 @@ class LocalS3(S3Server):
             *("-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"),
             *([] if self._domain is None else [f"-s3.domainName={self._domain}"]),
             "-master.telemetry=false",
-            # A bucket takes a volume of its own, and by default there are only as many as fit
-            # on the disk when full: the PUT into the bucket after those fails with a 500.
+            # A bucket takes a volume of its own, and by default there are only as many volumes as
+            # fit on the disk when full: a PUT into one bucket more fails with a 500.
             *("-master.volumeSizeLimitMB=1024", "-volume.max=2000"),
         ]
 
@@ -314,7 +314,7 @@ class LocalS3(S3Server):
         return False
 
     def _has_volumes(self) -> bool:
-        """Whether the part that keeps the bytes has reported to the part that finds them.
+        """Return True once the volume server has reported to the master.
 
         In one start of ten it does so 5 s after the S3 port answers (SeaweedFS 4.48); until then
         every PUT and GET ends in a 500.
@@ -356,18 +356,18 @@ class MotoServer(S3Server):
         self._server = ThreadedMotoServer(ip_address=HOST, port=self._port, verbose=False)
 
     def start(self) -> Self:
-        # One line per request would bury what a test says.
+        # One line per request would bury a test's own output.
         logging.getLogger("werkzeug").setLevel(logging.WARNING)
         self._server.start()
         return self
 
     def close(self) -> None:
-        """Stop the server; everything in it is gone."""
+        """Stop the server; all its objects are lost."""
         self._server.stop()
 
 
 def find_weed() -> str:
-    """Path of the SeaweedFS binary: of this environment, else on PATH.
+    """Return the path of the SeaweedFS binary: of this environment, else on PATH.
 
     Raises:
         ConfigError: There is none.
@@ -384,7 +384,7 @@ def find_weed() -> str:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that is free now, and whose gRPC twin 10000 above is free too."""
+    """Return a port of 127.0.0.1 that is free now, with its gRPC port 10000 above."""
     for _ in range(1000):
         port = random.choice(_PORTS)
         if _is_free(port):
@@ -426,7 +426,7 @@ def _identities_json(identities: Sequence[Identity]) -> dict[str, Any]:
 
 
 def _policy_of(identity: Identity) -> str:
-    """The policy document of who has one; an empty string for who has SeaweedFS's actions."""
+    """Return an identity's policy document; empty if it uses SeaweedFS's actions."""
     if identity.policy or not identity.may:
         return identity.policy
     statement = {"Effect": "Allow", "Action": list(identity.may), "Resource": "arn:aws:s3:::*"}
@@ -434,7 +434,7 @@ def _policy_of(identity: Identity) -> str:
 
 
 def _last_words(run_dir: Path) -> str:
-    """What the server logged as an error, without Go's stacks; else the end of its output."""
+    """Return the errors that the server logged, without Go's stacks; else its last output."""
     errors = run_dir / "weed.ERROR"
     text = errors.read_text(errors="replace") if errors.is_file() else ""
     lines = [line for line in text.splitlines() if re.match(r"[EF]\d{4} ", line)]
@@ -444,9 +444,9 @@ def _last_words(run_dir: Path) -> str:
 def end_with_us(pid: int, leftovers: Sequence[Path]) -> subprocess.Popen[bytes]:
     """Start a shell that kills `pid` and deletes its files when this process is gone.
 
-    It reads from a pipe whose other end only we hold, so the end of this process is the end
-    of the file, however it came. PR_SET_PDEATHSIG would need no process, but it fires when
-    the starting *thread* ends.
+    It reads from a pipe whose other end only this process holds, so it gets end-of-file when this
+    process ends in any way. PR_SET_PDEATHSIG would need no process, but it fires when the starting
+    *thread* ends.
     """
     script = 'read -r _; kill -KILL "$1"; shift; rm -rf "$@"'
     return subprocess.Popen(
