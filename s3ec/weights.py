@@ -32,7 +32,7 @@ from s3ec.errors import S3ECError
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-#: What stands in a namespace's descriptor where the model is known by its name alone.
+#: The descriptor's value of `weights` if the model is known by its name alone.
 BY_NAME = "by name"
 #: The same for `--load-format dummy`: random values, never to be shared with real ones.
 DUMMY = "dummy"

@@ -369,7 +369,7 @@ class S3ECConnector(ECConnectorBase):
 
     @guarded()
     def start_save_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
-        """Store embeddings that the device holds and the corpus lacks (vLLM 0.30 and newer)."""
+        """Store embeddings on the device that are missing in the corpus (vLLM 0.30 and newer)."""
         plan, worker = self._plan(), self.parts.worker
         if worker is not None and plan is not None:
             worker.start_save_caches(encoder_cache, plan)

@@ -60,7 +60,7 @@ class Item:
         may_come: FAILED items only: another fetch may bring it.
         was_local: FAILED items only: this node's disk was believed to hold it.
         is_far: FETCHING items only: no replica has it, and home is asked.
-        promised: A request has named it and the index lacks it: it is being uploaded.
+        promised: A request has named it and it is not in the index: it is being uploaded.
         was_absent: FAILED items only: neither this node nor the bucket had it.
         downloaded: It came from the bucket, and has not been granted since.
         waiters: Requests that wait for it, or will need it later.

@@ -209,7 +209,7 @@ class RequestWaits:
         if (
             wait is not None
             and wait.kept_tokens == computed_tokens
-            and self._began_s < wait.until_s  # never where no pass is open
+            and self._began_s < wait.until_s  # never true while no pass is open
             and request_id not in self._tracker.look_again
         ):
             # Inlined for most requests, asked about in the last pass: a call costs a fifth more.

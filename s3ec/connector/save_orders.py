@@ -26,7 +26,7 @@ class SeenKeys:
     """Remembers recent keys in two sets, of which the newer one is being filled.
 
     When the newer set is full, the older one is dropped. So the last GENERATION_KEYS different keys
-    are always known, and no key older than the last two times as many.
+    are always known, and no key before the last 2 x GENERATION_KEYS.
     """
 
     def __init__(self) -> None:

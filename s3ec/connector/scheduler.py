@@ -445,7 +445,7 @@ class SchedulerHalf:
 
         While the store is down, only entries on this node's disk are worth a fetch. While the disk
         hangs none is, and the index, which is mapped from it, is not read. An item that the request
-        names is worth a fetch even if the index lacks it: another instance has just encoded it. A
+        names is worth a fetch even if not in the index: another instance has just encoded it. A
         feature without pixels always is, since it cannot be encoded.
         """
         if self._hung:

@@ -118,7 +118,7 @@ class SourceTimes:
 
 
 class EngineLoad:
-    """Measures how busy the engine is, from its scheduling passes: then an encode delays others."""
+    """Measures from scheduling passes how busy the engine is: then an encode delays others."""
 
     def __init__(self, steps_in_flight: int) -> None:
         """Start idle.

@@ -228,7 +228,7 @@ class WorkerHalf:
         self._loaded.setdefault(plan.step, set()).add(self._rank())
 
     def start_save_caches(self, cache: MutableMapping[str, Any], plan: StepPlan) -> None:
-        """Store embeddings that the device holds and the corpus lacks.
+        """Store embeddings on the device that are missing in the corpus.
 
         An entry that a pure producer skipped holds no tensor; it stays as it is.
         """

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What s3ec ships for tests and try-outs: stores, a local S3 server, tiny models, pictures.
+"""Test helpers that s3ec ships: stores, their contract suite, and local S3 servers.
 
-Importing this package imports none of them: one of its modules is loaded at the start of
-every Python process of an engine (see ``vllm_cpu``), so it must cost nothing.
+Importing this package imports none of them.
 """
 
 from __future__ import annotations

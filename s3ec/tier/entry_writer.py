@@ -57,7 +57,7 @@ class EntryWriter:
         Args:
             pieces: The verified bytes of the object, in order; not joined, not copied.
             spool: Holds the entry from before it appears until the bucket has it, so that a
-                process killed at any point leaves no entry here that nobody uploads.
+                process killed at any point leaves no entry here that is never uploaded.
 
         Returns:
             The save that the spool holds; None without ``spool``.

@@ -213,7 +213,7 @@ def make_folder(path: Path | str, *, given: bool = False) -> None:
 
 
 def make_parents(path: Path) -> None:
-    """Create the folders above one that are missing. Those that are there may be anybody's."""
+    """Create missing folders above one. Existing ones may belong to any user."""
     for folder in reversed(path.parents):
         if not folder.exists():
             make_folder(folder)

@@ -55,7 +55,7 @@ class NoTierError(TierError):
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """What ``s3ec tier`` shows.
+    """The report of ``s3ec tier``.
 
     Attributes:
         scan: The files found, and sums over everything.

@@ -33,7 +33,7 @@ IN_MEMORY = frozenset(("tmpfs", "ramfs"))
 
 
 def file_system(path: Path, *, mounts: Path | None = None) -> str:
-    """Return the type of file system that holds a path, or would; ``unknown`` if Linux has none.
+    """Return the type of file system that holds a path, or would; ``unknown`` if not reported.
 
     Args:
         mounts: A table of mounts in the form of ``/proc/self/mountinfo``.

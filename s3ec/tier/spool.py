@@ -297,7 +297,10 @@ class Spool:
                 os.close(fd)
 
     def _others(self) -> set[str]:
-        """Return other owners with files for this bucket, and those of locks without files."""
+        """Return other owners with files for this place, and those of locks without files.
+
+        A place is a namespace and a bucket.
+        """
         try:
             names = [] if self._is_closed else os.listdir(self._folder)
         except FileNotFoundError:
@@ -316,7 +319,7 @@ class Spool:
         if fd < 0:  # it lives
             return
         try:
-            # List again: it may have added files before it died, also for another bucket.
+            # List again: it may have added files before it died, also for another place.
             names = [(name, SpoolFileName.parse(name)) for name in os.listdir(self._folder)]
             left = [(name, parts) for name, parts in names if parts and parts.owner == owner]
             is_empty = True
