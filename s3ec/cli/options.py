@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that many commands have: settings, namespaces, sizes, and the consent to delete."""
+"""Options that many commands share: settings, namespaces, sizes, and the consent to delete."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JsonOption = Annotated[
 
 
 def option(name: str, metavar: str, text: str, **more: Any) -> Any:
-    """An option of one name that takes a value; ``more`` is typer's."""
+    """Make an option with one name and a value; ``more`` is typer's."""
     return typer.Option(name, metavar=metavar, help=text, **more)
 
 
@@ -102,14 +102,14 @@ _TIER_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class SettingsSource:
-    """What the command line says about settings, not yet read, and about the namespace.
+    """The settings of the command line, not yet read, and the choice of a namespace.
 
     Attributes:
         config: Text of ``--config``, or None.
         overrides: Settings with an option of their own.
-        label: What to call the option that ``config`` came from.
-        namespace: Name of a namespace or the beginning of that; None where any will do.
-        model: Part of the name of its model; None where any will do.
+        label: Name of the option that ``config`` came from, for messages.
+        namespace: Name of a namespace or the beginning of it; None for any.
+        model: Part of the name of its model; None for any.
     """
 
     config: str | None = None
@@ -128,7 +128,7 @@ class SettingsSource:
         overrides = {name: value for name, value in given.items() if value is not None}
         choice = {name: overrides.pop(name, None) for name in ("namespace", "model")}
         for name, value in choice.items():
-            if value == "":  # a script's unset variable; every namespace begins so
+            if value == "":  # a script's unset variable; every namespace would match
                 raise ConfigError(f"`--{name}` is empty; leave it out", field=name)
         return cls(overrides.pop("config", None), overrides, **choice)
 
@@ -137,13 +137,13 @@ class SettingsSource:
         return corpus.choose(self.namespace, model=self.model)
 
     def load(self, *, need_bucket: bool = True) -> LoadedSettings:
-        """Read the settings; origins name the option that won.
+        """Read the settings; their origins name the option that counts.
 
         Args:
             need_bucket: As for load_settings.
 
         Raises:
-            ConfigError: Not readable, or what load_settings refuses.
+            ConfigError: They are not readable, or load_settings refuses them.
         """
         from s3ec.config import load_settings
 
@@ -155,7 +155,7 @@ class SettingsSource:
         """Open the corpus of these settings; its messages name options.
 
         Args:
-            attempts: How often each request is sent at most; None for what a corpus does.
+            attempts: How often each request is sent at most; None for a corpus's default.
 
         Raises:
             ConfigError: As load, and as Corpus.
@@ -172,7 +172,7 @@ class SettingsSource:
         )
 
     def extra(self) -> dict[str, Any]:
-        """The settings in ``--config``, without those of other options."""
+        """The settings in ``--config`` alone."""
         document = self.document()
         if "ec_connector_extra_config" not in document and "ec_connector" not in document:
             return document
@@ -182,16 +182,16 @@ class SettingsSource:
         return extra
 
     def transfer(self) -> dict[str, Any]:
-        """The whole --ec-transfer-config where ``config`` is one, else nothing."""
+        """The whole --ec-transfer-config if ``config`` is one, else an empty one."""
         document = self.document()
         return document if "ec_connector" in document else {}
 
     def document(self) -> dict[str, Any]:
-        """The content of ``--config`` as it stands.
+        """The content of ``--config``, unchanged.
 
         Raises:
-            ConfigError: Neither JSON nor a readable file with an object in it. Its text is never
-                repeated, since people paste credentials.
+            ConfigError: It is neither JSON nor a readable file with a JSON object. Its text is
+                never repeated, since people paste credentials.
         """
         if self.config is None:
             return {}
@@ -203,7 +203,7 @@ class SettingsSource:
                 f"{self.label} is not JSON: {exc.msg} at line {exc.lineno}, column {exc.colno}"
             ) from exc
         except (ValueError, RecursionError) as exc:
-            # Python's own limits, in words that do not repeat the text.
+            # Python's own limits, with a message that does not repeat the text.
             problem = "a number is too long" if isinstance(exc, ValueError) else "nested too deep"
             raise ConfigError(f"{self.label} cannot be read: {problem}") from exc
         if not isinstance(document, dict):
@@ -231,7 +231,7 @@ def _read(config: str, label: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Consent:
-    """What ``--yes`` and ``--dry-run`` say about what a command would delete."""
+    """The consent to delete, by ``--yes`` and ``--dry-run``."""
 
     yes: bool
     dry_run: bool
@@ -306,20 +306,20 @@ class Consent:
         return False
 
 
-# Options by name, and what makes one argument of their values.
+# Options by name, and a function that makes one argument of their values.
 OptionGroup = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Any]]
 
 SETTINGS: OptionGroup = (_SETTINGS_OPTIONS, SettingsSource.of)
-"""The options for settings; they arrive as a SettingsSource. So do those of the next three."""
+"""The options for settings; a command gets them as a SettingsSource, as those of the next three."""
 
 CORPUS: OptionGroup = ({**_NAMESPACE_OPTIONS, **_SETTINGS_OPTIONS}, SettingsSource.of)
-"""The same, and the options that choose a namespace."""
+"""The options for settings, and those that choose a namespace."""
 
 CORPUS_AND_TIER: OptionGroup = ({**CORPUS[0], **_TIER_OPTIONS}, SettingsSource.of)
-"""The same, and the options of this node's disk tier."""
+"""The options before, and those of this node's disk tier."""
 
 TIER: OptionGroup = ({"config": _SETTINGS_OPTIONS["config"], **_TIER_OPTIONS}, SettingsSource.of)
-"""The options of commands that look at this node only, and need no bucket."""
+"""The options of commands that read only this node, and need no bucket."""
 
 CONSENT: OptionGroup = (
     {
@@ -336,11 +336,11 @@ CONSENT: OptionGroup = (
     },
     Consent.of,
 )
-"""The options of commands that delete something; they arrive as a Consent."""
+"""The options of commands that delete something; a command gets them as a Consent."""
 
 
 def with_options(*groups: OptionGroup) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command options; those of each group arrive as one of its first arguments.
+    """Give a command options; it gets those of each group as one of its first arguments.
 
     In the command's help its own options come first, then the groups from the last to the first.
     """
@@ -360,7 +360,7 @@ def with_options(*groups: OptionGroup) -> Callable[[Callable[..., None]], Callab
             function(*first, **kwargs)
 
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + added
-        # typer reads both; functools.wraps copied those of the function.
+        # typer reads both, and functools.wraps has copied the function's.
         wrapper.__dict__["__signature__"] = signature.replace(parameters=parameters)
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
         return wrapper
@@ -369,7 +369,7 @@ def with_options(*groups: OptionGroup) -> Callable[[Callable[..., None]], Callab
 
 
 def is_for_subcommand(ctx: typer.Context, *given: object) -> bool:
-    """Whether one of a group's commands was named, so that the group itself has nothing to do.
+    """True if one of a group's commands was named, so that the group itself must do nothing.
 
     Args:
         given: True of what was given before its name, where nobody would read it.
@@ -435,6 +435,6 @@ _FEW_DIGITS = re.compile(r"[0-9a-f]{1,7}")
 
 
 def hint_of(text: str) -> str:
-    """What to say of an ID that is not there: too few digits of a hash name a client's entry."""
+    """The message for an absent ID: too few digits of a hash are taken for a client's name."""
     few = _FEW_DIGITS.fullmatch(text.rpartition(":")[2])
     return "; a hash may be cut to 8 or more hex digits" if few else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands print and how they end: help, documents, tables, progress, errors.
+"""The output and the exit status of commands: help, documents, tables, progress, errors.
 
 Documents and tables go to stdout, progress and errors to stderr. Errors become an exit status.
 """
@@ -54,7 +54,7 @@ else:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# A page of so many rows has a table of its own, so that memory has an end.
+# Rows of one table; further rows get a table of their own, so that memory is bounded.
 _TABLE_ROWS = 10_000
 
 EXIT_OK = 0
@@ -76,9 +76,9 @@ _PLACE = re.compile(r"(?:s3|gs|az|file)://")
 
 
 def _with_place(command: Any, ctx: Any, args: list[str]) -> list[str]:
-    """Give the argument that is a corpus's URL to ``--url``.
+    """Turn the argument that is a corpus's URL into the option ``--url``.
 
-    It is an option beside that, so that it may stand anywhere and other arguments stay optional.
+    So it may be at any position, and other arguments stay optional.
     """
     options = {name: one for one in command.get_params(ctx) for name in one.opts}
     if "--url" not in options:
@@ -99,7 +99,7 @@ def _with_place(command: Any, ctx: Any, args: list[str]) -> list[str]:
 
 
 class _Ours(_Base):
-    """What commands and groups have in common: the place as an argument, and their help."""
+    """The base of commands and groups: the place as an argument, and their help."""
 
     def __init__(self, *args: Any, help: str | None = None, **more: Any) -> None:
         super().__init__(*args, help=help and unwrapped(help), **more)
@@ -113,12 +113,12 @@ class _Ours(_Base):
         return params
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the options, and the place wherever it stands."""
+        """Read the options, and the place at any position."""
         parsed: list[str] = super().parse_args(ctx, _with_place(self, ctx, args))
         return parsed
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What stands behind the name in the usage."""
+        """The pieces after the name in the usage."""
         pieces: list[str] = super().collect_usage_pieces(ctx)
         if any("--url" in one.opts for one in self.get_params(ctx)):
             pieces.insert(1, f"[{PLACE}]")
@@ -130,10 +130,10 @@ class Command(_Ours, TyperCommand):
 
 
 class Group(_Ours, TyperGroup):
-    """A group that prints its help and exits with 0 where no command of it was named."""
+    """A group that prints its help and exits with 0 if no command of it is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Print the help here: by itself it would be an error for newer clicks."""
+        """Print the help here, since newer releases of click treat it as an error."""
         if not args and self.no_args_is_help and not ctx.resilient_parsing:
             typer.echo(ctx.get_help(), color=ctx.color)
             ctx.exit()
@@ -141,7 +141,7 @@ class Group(_Ours, TyperGroup):
 
 
 class App(typer.Typer):
-    """A Typer for a group of commands, with the help that all of ours have."""
+    """A Typer for a group of commands, with our form of help."""
 
     def __init__(self, *, cls: type[Group] = Group, **options: Any) -> None:
         super().__init__(
@@ -159,14 +159,14 @@ class App(typer.Typer):
         cls: type[TyperCommand] | None = Command,
         **options: Any,
     ) -> Callable[[F], F]:
-        """As typer's; below its help stand examples, as ``epilog`` takes them."""
+        """As typer's; ``examples``, as ``epilog`` takes them, are printed below its help."""
         if examples:
             options["epilog"] = epilog(*examples)
         return super().command(name, cls=cls, **options)
 
 
 def unwrapped(text: str) -> str:
-    """A docstring with each paragraph on one line: the terminal has a width of its own."""
+    """Join the lines of each paragraph of a docstring: the terminal wraps them by its width."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(one.replace("\n", " ") for one in paragraphs)
 
@@ -175,7 +175,7 @@ def epilog(*examples: tuple[str, str]) -> str:
     """Examples and exit codes in the markup that typer prints below the options.
 
     Args:
-        examples: Pairs of a command line and what it is for.
+        examples: Pairs of a command line and its purpose.
     """
     paragraphs = ["[bold]Examples[/bold]"]
     for command, purpose in examples:
@@ -188,14 +188,14 @@ def epilog(*examples: tuple[str, str]) -> str:
 
 
 class StdoutError(OSError):
-    """Stdout takes no more: its disk is full, its device is gone, or its reader has ended."""
+    """Stdout cannot be written: its disk is full, its device is gone, or its reader has ended."""
 
 
 class _Stdout(io.FileIO):
-    """Stdout, whose faults can be told from those of other files."""
+    """Stdout, with its own error class, to distinguish its faults from those of other files."""
 
     def write(self, data: ReadableBuffer, /) -> int | None:  # type: ignore[override]
-        """As FileIO's, which returns None where a stdout that does not block is full."""
+        """As FileIO's, which returns None if a non-blocking stdout is full."""
         try:
             return super().write(data)
         except OSError as exc:
@@ -203,9 +203,9 @@ class _Stdout(io.FileIO):
 
 
 def open_stdout() -> None:
-    """Have stdout take any text, whatever its encoding, and raise StdoutError; for main."""
+    """Make stdout accept any text, whatever its encoding, and raise StdoutError; for main."""
     given: TextIO | None = getattr(sys, "stdout", None)
-    if given is None:  # it is closed, and as print() has it that is no error
+    if given is None:  # it is closed, which is no error, as for print()
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - stays open
     elif isinstance(given, io.TextIOWrapper):
         given.flush()
@@ -219,7 +219,7 @@ def open_stdout() -> None:
 
 
 def _drop_stdout() -> None:
-    """Let nothing be written any more: the interpreter would try again at its end."""
+    """Discard further output: the interpreter would try to write it again at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -227,15 +227,15 @@ def _drop_stdout() -> None:
 
 @contextmanager
 def diverted_output(file: Path | None = None) -> Iterator[None]:
-    """Have what others print go to a file, to stderr without one. Our own stderr stays.
+    """Redirect the output of other code to a file, or to stderr. Our own stderr stays.
 
-    vLLM writes to stdout, and its processes and libraries to both descriptors.
+    vLLM writes to stdout, and its processes and libraries write to both descriptors.
     """
     stdout, stderr = sys.stdout, sys.stderr
     stdout.flush()
     stderr.flush()
     kept = os.dup(1), os.dup(2)
-    # It stays open, as our stderr does: loggers keep both, and write until the interpreter ends.
+    # Both this and our stderr stay open: loggers keep them, and write until the interpreter ends.
     target = os.dup(2) if file is None else os.open(file, os.O_WRONLY | os.O_APPEND)
     sys.stdout = _line_writer(target)
     with suppress(OSError):  # in a test it is no file
@@ -259,7 +259,7 @@ def _line_writer(descriptor: int) -> TextIO:
 
 
 _SHOWN_CHARACTERS = 300
-# Of a list for people.
+# Lines of a list that are printed as text.
 _SHOWN_LINES = 20
 
 
@@ -269,41 +269,41 @@ def print_json(document: object) -> None:
 
 
 def print_json_line(document: object) -> None:
-    """Print one JSON document as one line, for readers that take a line at a time."""
+    """Print one JSON document as one line, for readers that read line by line."""
     sys.stdout.write(json_text(document) + "\n")
 
 
 def json_text(document: object, indent: int | None = None) -> str:
-    """JSON with its own escapes for all that is not ASCII: any stdout holds it."""
+    """JSON with escapes for everything but ASCII, so that any stdout can hold it."""
     return json.dumps(plain(document), indent=indent)
 
 
 def echo(text: str) -> None:
-    """Print lines on stdout, before whatever is printed on stderr next."""
+    """Print lines on stdout, ahead of later output on stderr."""
     write("\n".join(map(printable, text.split("\n"))))
 
 
 def write(text: str) -> None:
-    """The same for text that is printable, but for colours."""
+    """Print lines, as ``echo``, whose text is printable except for colours."""
     _erase()
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def styled(text: str, color: str = "", *, bold: bool = False) -> str:
-    """Text in a colour, where stdout is a terminal whose user has no NO_COLOR."""
+    """Text in a colour, if stdout is a terminal and NO_COLOR is not set."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return typer.style(text, fg=color or None, bold=bold or None)
 
 
 def columns() -> int:
-    """How wide stdout is: a terminal's width; without one nothing is to be broken."""
+    """The width of stdout: a terminal's; without one no line must be wrapped."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
 def wrapped(text: str, indent: int) -> str:
-    """Text that begins in this column, in lines of which each begins there."""
+    """Wrap text into lines that all begin at column ``indent``."""
     width = max(20, columns() - indent)
     lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     return ("\n" + indent * " ").join(lines)
@@ -312,7 +312,7 @@ def wrapped(text: str, indent: int) -> str:
 def print_error(message: str) -> None:
     """Print an error on stderr, without markup and without a traceback.
 
-    One line, and further ones only where the message lists choices.
+    It is one line; further lines follow only if the message lists choices.
     """
     print_note("error: " + "\n".join(safe(line, limit=2000) for line in message.splitlines()))
 
@@ -324,14 +324,14 @@ def print_note(message: str) -> None:
 
 
 class _Plain(logging.Formatter):
-    """A log's lines; they may name what lies in a bucket."""
+    """Formats a log's lines as printable text; they may hold names from a bucket."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(printable, super().format(record).split("\n")))
 
 
 def plain_logs() -> None:
-    """Have warnings that nobody has set up a log for go to stderr as notes do; for main."""
+    """Format warnings of loggers without a handler, on stderr, as notes; for main."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Plain())
 
@@ -339,22 +339,21 @@ def plain_logs() -> None:
 def printable(text: str) -> str:
     """Text as one harmless line.
 
-    What is in a bucket was named by others, and control characters could rewrite a terminal. All
-    that commands print passes here.
+    Others chose the names in a bucket, and control characters could rewrite a terminal. All output
+    of commands passes through here.
     """
     return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 def safe(text: str, *, limit: int = _SHOWN_CHARACTERS) -> str:
-    """Text from a bucket as one harmless line that is not too long."""
+    """Text from a bucket as one harmless line of limited length."""
     text = printable(text)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
 # -- documents: the same keys for machines and for people ------------------------------------------
 
-# A hash is as long as nobody reads it: so many digits tell all entries of a bucket apart, and every
-# command takes them.
+# The printed digits of a hash: so many are unique in a bucket, and every command takes them.
 DIGITS = 12
 _HASH = re.compile(rf"(?:\w+:)?([0-9a-f]{{{DIGITS}}})[0-9a-f]*")
 _LABEL = re.compile(rf"([0-9a-f]{{{DIGITS}}})[0-9a-f]+$")
@@ -376,7 +375,7 @@ _NOUNS = {
 
 
 def plain(value: Any) -> Any:
-    """A document as JSON has it: a dataclass is an object with the names of its fields."""
+    """Convert a document to JSON's types: a dataclass becomes an object with its fields' names."""
     if is_dataclass(value) and not isinstance(value, type):
         return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, Mapping):
@@ -385,7 +384,7 @@ def plain(value: Any) -> Any:
 
 
 def title(key: str) -> str:
-    """What people read for a key of a document."""
+    """The printed title of a document's key."""
     stem = _UNITS.sub("", key)
     if key.endswith("_count") and stem in _NOUNS:
         stem += "s"
@@ -395,7 +394,7 @@ def title(key: str) -> str:
 
 
 def human(key: str, value: Any) -> str:
-    """A value as people read it; its key tells the unit, as docs/commands.md has it."""
+    """Format a value as text; its key tells the unit, as in docs/commands.md."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -411,7 +410,7 @@ def human(key: str, value: Any) -> str:
 
 
 def _cell(key: str, value: Any) -> str:
-    """The same for a table, which has the first digits of hashes."""
+    """Format a value for a table, which shows only the first digits of hashes."""
     text = human(key, value)
     if key in ("label", "identifier"):
         return safe(_LABEL.sub(r"\1", text))
@@ -422,14 +421,14 @@ def _cell(key: str, value: Any) -> str:
 def show(
     document: object, *, as_json: bool, hide: Collection[str] = (), about: Mapping[str, str] = {}
 ) -> None:
-    """Print a document: as JSON, or its values for people, lists in it as tables.
+    """Print a document: as JSON, or as text, with lists in it as tables.
 
-    People see nothing of what is null or empty.
+    The text leaves out values that are null or empty.
 
     Args:
         document: A mapping or a dataclass.
-        hide: Keys that people do not need.
-        about: What stands behind the values of some keys.
+        hide: Keys to leave out of the text.
+        about: Words to print after the values of some keys.
     """
     if as_json:
         print_json(document)
@@ -466,12 +465,12 @@ def facts(pairs: Sequence[tuple[str, Any]]) -> None:
 def table(rows: Sequence[Any], keys: Sequence[str] = ()) -> None:
     """Print rows as a table; a column without any value is left out.
 
-    At a terminal the last column is broken where a line is too long; where that is not enough, the
-    first one has a line of its own.
+    At a terminal the last column is wrapped if a line is too long; if that is not enough, the first
+    column has a line of its own.
 
     Args:
         rows: Mappings or dataclasses, of the same keys.
-        keys: Of the columns; all where none is named.
+        keys: Of the columns; all if none is named.
     """
     if not rows:
         return
@@ -509,8 +508,8 @@ def show_page(
     """Print the first entries of a namespace one by one, and how many there are.
 
     Args:
-        rows: The first, as for ``table``; there may be millions.
-        shown: How many rows there are.
+        rows: The entries to print, as for ``table``; there may be millions.
+        shown: How many rows these are.
         sums: As for ``note_page``.
         keys: Of the columns.
     """
@@ -529,11 +528,11 @@ def show_page(
 
 
 def note_page(shown: int, sums: tuple[str | None, int, int]) -> None:
-    """Say how many entries there are.
+    """Print how many entries there are.
 
     Args:
         shown: How many were printed.
-        sums: The namespace, None where there is none; how many entries it has; their bytes.
+        sums: The namespace, None if there is none; how many entries it has; their bytes.
     """
     namespace, count, nbytes = sums
     if namespace is not None:
@@ -545,10 +544,10 @@ def note_page(shown: int, sums: tuple[str | None, int, int]) -> None:
 def show_some(
     lines: Sequence[str], rest: str = "--json names all", say: Callable[[str], None] = print_note
 ) -> None:
-    """Print the first lines of a list for people, and how many more there are.
+    """Print the first lines of a list, and how many more there are.
 
     Args:
-        rest: Where the others are named.
+        rest: Says where the others are listed.
     """
     for line in lines[:_SHOWN_LINES]:
         say(line)
@@ -557,10 +556,10 @@ def show_some(
 
 
 def end_job(document: Mapping[str, Any], *, as_json: bool, about: Mapping[str, str] = {}) -> None:
-    """Print what a job did, name what failed, and end with the exit status for it.
+    """Print the result of a job and its failures, and end with the exit status for it.
 
     Args:
-        document: Has its ``status``, and ``failures`` with ``label``, ``reason``, perhaps ``kind``.
+        document: Has a ``status``, and ``failures`` with ``label``, ``reason``, perhaps ``kind``.
         about: As for ``show``.
     """
     show(document, as_json=as_json, hide={"failures"}, about=about)
@@ -573,7 +572,7 @@ def end_job(document: Mapping[str, Any], *, as_json: bool, about: Mapping[str, s
 
 
 def end_with_status(status: str) -> None:
-    """End a job with the exit status for its ``status``; not where it is complete."""
+    """End a job with the exit status for its ``status``; return if it is complete."""
     if status != "complete":
         raise typer.Exit(EXIT_PARTIAL if status == "partial" else EXIT_WRONG)
 
@@ -591,13 +590,13 @@ def many(count: int, one: str, several: str = "") -> str:
     """A count with its noun, such as ``1 entry`` or ``1,200 entries``.
 
     Args:
-        several: The plural; ``one`` with an s where empty.
+        several: The plural; ``one`` with an s if empty.
     """
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def human_age(seconds: float | None) -> str:
-    """An age such as ``3 min`` or ``12 d``; ``?`` where the store does not say."""
+    """An age such as ``3 min`` or ``12 d``; ``?`` if the store does not say."""
     if seconds is None:
         return "?"
     seconds = max(0.0, seconds)
@@ -608,14 +607,14 @@ def human_age(seconds: float | None) -> str:
 
 
 def timestamp(seconds: float | None) -> str | None:
-    """ISO 8601 in UTC of seconds since the epoch; None where the store does not say: 0 or None."""
+    """ISO 8601 in UTC of seconds since the epoch; None for 0 or None: the store does not say."""
     if not seconds:
         return None
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def save(path: Path, body: Blob) -> None:
-    """Write a file by way of a temporary one beside it, so that it is whole or not there.
+    """Write a file through a temporary one in its folder, so that it is whole or absent.
 
     Raises:
         TierError: The folder is absent, read-only or full.
@@ -634,7 +633,7 @@ def save(path: Path, body: Blob) -> None:
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-# The first that fits counts. docs/commands.md says what they mean.
+# The first matching row counts. docs/commands.md explains the kinds.
 _KINDS: tuple[tuple[type[BaseException], str, int], ...] = (
     (AmbiguousError, "ambiguous", EXIT_USAGE),
     (ConfigError, "usage", EXIT_USAGE),
@@ -657,11 +656,11 @@ class Failure:
 
     Attributes:
         kind: One word of the table.
-        exit_code: The exit status that goes with it.
-        message: For people; may have lines that list choices.
+        exit_code: The exit status that belongs to it.
+        message: The error as text; may have lines that list choices.
         field: The setting or option at fault, or None.
-        fix: What to do, the part of the message that says so, or None.
-        interrupted: For Ctrl-C, what it ended and how far that was.
+        fix: The part of the message that says what to do, or None.
+        interrupted: For Ctrl-C, the step that it ended, and its progress.
     """
 
     kind: str
@@ -685,7 +684,7 @@ class Failure:
             message, field = _of_usage(exc)
         elif isinstance(exc, OSError) and exc.filename is not None:
             message = f"{exc.filename}: {exc.strerror}"
-        # By our convention a message that knows a remedy ends with it; below it stand choices.
+        # By our convention a message with a fix ends with it; lines with choices follow.
         first, line_break, choices = message.partition("\n")
         _, separator, fix = first.rpartition("; ")
         fixes = fix + line_break + choices if separator else None
@@ -693,16 +692,16 @@ class Failure:
 
     @property
     def document(self) -> dict[str, Any]:
-        """The object for ``--json``. It stands alone or beside other keys."""
+        """The object for ``--json``, alone or with further keys."""
         names = ("kind", "message", "field", "fix")
         return {"error": {name: getattr(self, name) for name in names}, **self.interrupted}
 
 
 def _of_usage(exc: Any) -> tuple[str, str | None]:
-    """Message and field of an error of the parser, which knows parameter, option or neither."""
+    """Message and field of a parser's error, which names a parameter, an option or neither."""
     param = getattr(exc, "param", None)
     field = param.name if param is not None else getattr(exc, "option_name", None)
-    # Typer's own checks are pydantic's, which begins some messages so.
+    # Typer's own checks come from pydantic, which begins some messages with "Value error".
     message = exc.format_message().strip().removesuffix(".").replace("Value error, ", "")
     if "; " not in message:
         command = exc.ctx.command_path if exc.ctx is not None else "s3ec"
@@ -713,7 +712,7 @@ def _of_usage(exc: Any) -> tuple[str, str | None]:
 
 @contextmanager
 def reporting(words: Sequence[str]) -> Iterator[None]:
-    """End with the documented exit status where the block raises, and say why.
+    """End with the documented exit status if the block raises, and print why.
 
     Args:
         words: As for ``ended_by``.
@@ -732,7 +731,7 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
             code = ended_by(exc, words)
             raise typer.Exit(code) from exc
         finally:
-            sys.stdout.flush()  # later nobody could say what is wrong
+            sys.stdout.flush()  # a later failure could not be reported
     except StdoutError as exc:
         _drop_stdout()
         if exc.errno == errno.EPIPE:  # the reader, such as `head`, has seen enough
@@ -742,11 +741,11 @@ def reporting(words: Sequence[str]) -> Iterator[None]:
 
 
 def ended_by(exc: BaseException, words: Sequence[str]) -> int:
-    """Say why a command failed, and return its exit status.
+    """Print why a command failed, and return its exit status.
 
     Args:
-        words: The command line, which says whether JSON is wanted: it may be so wrong that no
-            command has seen it.
+        words: The command line, to find ``--json``: the parser may have refused it before any
+            command ran.
     """
     failure = Failure.of(KeyboardInterrupt() if was_interrupted() else exc)
     print_error(failure.message)
@@ -763,9 +762,9 @@ def ended_by(exc: BaseException, words: Sequence[str]) -> int:
 EVERY_S = 10.0
 _SCREEN_S = 0.1
 _CLEAR = "\r\x1b[2K"
-# A shorter time gives no rate.
+# The shortest time from which a rate is computed.
 _LEAST_S = 0.1
-# A lower rate has two digits.
+# A lower rate is printed with two digits.
 _FEW_A_SECOND = 10
 RESUMES = "the same command goes on where this one ended"
 UNCHANGED = "nothing was changed, and the same command begins again"
@@ -773,21 +772,21 @@ UNCHANGED = "nothing was changed, and the same command begins again"
 
 @dataclass
 class Progress:
-    """How far a command is: a line now and then, and the words for whoever breaks it off.
+    """The progress of a command: a line now and then, and the message for Ctrl-C.
 
     Attributes:
-        current: That of the command that runs; a process runs one.
-        what: What is done now; empty before anything long.
-        resume: What Ctrl-C is answered with: how to get what is not done then.
-        in_bytes: The counts are bytes.
-        more: Asked for what stands behind them.
-        write: Takes a line.
-        every_s: Seconds between lines, so work that takes less has none; 0 for a terminal, where
-            each line takes the place of the one before.
+        current: The progress of the running command; a process runs one.
+        what: The current step; empty before any long one.
+        resume: The message after Ctrl-C: how to get the rest done.
+        in_bytes: True if the counts are bytes.
+        more: Returns text to print after the counts.
+        write: Prints a line.
+        every_s: Seconds between lines, so shorter work has none; a terminal has a short time, and
+            each line replaces the one before.
         clock: Seconds, from any start.
         done: Entries, objects or bytes.
-        total: Of how many; None where that is not known.
-        is_shown: Whether a line is on the terminal.
+        total: Of how many; None if not known.
+        is_shown: True if a line is on the terminal.
     """
 
     current: ClassVar[Progress]
@@ -814,13 +813,13 @@ class Progress:
         if is_new:
             self._began_s, self._first, self._counted = now_s, done, what
         self.what, self.done, self.total = what, done, total
-        # People see at once what is done now.
+        # A terminal shows a new step at once.
         self._is_told = now_s - self._shown_s >= self.every_s or (is_new and self.write is _rewrite)
         if self._is_told:
             self._write(now_s)
 
     def finish(self) -> None:
-        """Write the last counts, where earlier ones were written: a log is not to end with less."""
+        """Write the last counts if earlier ones were written: a log must not end with less."""
         if self._line_count and not self._is_told:
             self._write(self.clock())
 
@@ -850,7 +849,7 @@ class Progress:
 
     @property
     def so_far(self) -> str:
-        """What was done, behind a verb."""
+        """The progress, as words after a verb."""
         if not self.what:
             return ""
         counts = f": {self._counts} done" if self.done or self.total else ""
@@ -864,12 +863,12 @@ Progress.current = Progress()
 def counting(
     message: str, *, in_bytes: bool = False, resume: str = UNCHANGED
 ) -> Iterator[Progress]:
-    """Show counts, rate and time left while the block runs; without a report that it runs.
+    """Show counts, rate and time left while the block runs; before the first report, a message.
 
     Args:
-        message: What is done, until the first report says so.
-        in_bytes: The counts are bytes.
-        resume: What Ctrl-C is answered with.
+        message: The step, until the first report names one.
+        in_bytes: True if the counts are bytes.
+        resume: The message after Ctrl-C.
 
     Yields:
         A Report. Its ``more`` may be set.
@@ -886,7 +885,7 @@ def counting(
 
 
 def _rewrite(line: str) -> None:
-    """Put a line in the place of the one that is on the terminal."""
+    """Replace the line that is on the terminal."""
     width = shutil.get_terminal_size().columns
     sys.stderr.write(f"{_CLEAR}{printable(line)[: width - 1]}")
     sys.stderr.flush()

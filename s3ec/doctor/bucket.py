@@ -218,7 +218,7 @@ def write(context: CheckContext) -> Outcome:
 
 
 def sse(context: CheckContext) -> Outcome:
-    """Whether the server confirms the encryption that the settings ask for."""
+    """Check whether the server confirms the encryption that the settings request."""
     wanted, used = context.settings.sse, context.encryption
     if wanted == "none":
         more = f"; the bucket encrypts by default ({used})" if used else ""
@@ -232,7 +232,7 @@ def sse(context: CheckContext) -> Outcome:
 
 
 def conditional_put(context: CheckContext) -> Outcome:
-    """Whether a second ``If-None-Match: *`` of the same name is really refused."""
+    """Check whether a second ``If-None-Match: *`` of the same name is really refused."""
     try:
         with _probe_object(context) as name:
             answer = context.ask_store(lambda store: probe_conditional_put(store, name), requests=2)
@@ -250,7 +250,7 @@ def conditional_put(context: CheckContext) -> Outcome:
 
 
 def ranges(context: CheckContext) -> Outcome:
-    """Whether a range of an object can be read, as large objects and the index are."""
+    """Check whether a range of an object can be read, as large objects and the index are."""
     start, length = 2, 4
     mend = "s3ec reads large objects and the index in parts: take a server that gives them"
     try:
@@ -266,10 +266,10 @@ def ranges(context: CheckContext) -> Outcome:
 
 
 def listing(context: CheckContext) -> Outcome:
-    """Whether a listing is whole when it comes in several pages (ListObjectsV2)."""
+    """Check whether a listing in several pages is complete (ListObjectsV2)."""
     if not context.may_delete:
         return skip("needs two throw-away objects, and deleting is not allowed")
-    # A beginning of their own: doctors that were cut short may have left many objects there.
+    # A prefix of their own: interrupted doctors may have left many objects under the common one.
     begin = f"{probe_name()}-"
     try:
         with _probe_object(context, begin) as one, _probe_object(context, begin) as other:

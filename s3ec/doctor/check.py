@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checks share: the context that they get, and the outcome that they return."""
+"""The types that checks share: the context that they get, and the outcome that they return."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 REQUEST_S = 10.0
-"""Longest that a check waits for one answer of the store, in seconds."""
-# For closing connections, and for ending the loop.
+"""Longest time that a check waits for one response of the store, in seconds."""
+# The time to close connections, and to end the loop.
 _CLOSE_S = 1.0
 
 
 class Verdict(StrEnum):
-    """How a check ended. The values are those of ``s3ec doctor --json``."""
+    """The result of a check. The values are those of ``s3ec doctor --json``."""
 
     OK = "ok"
     WARN = "warn"
@@ -44,8 +44,8 @@ class Outcome:
 
     Attributes:
         verdict: ``warn`` does not stop a fleet, ``fail`` does, ``skip`` was not examined.
-        found: What was seen; never a credential.
-        mend: What to do about it; empty where there is nothing to do, always so for ``skip``.
+        found: The finding; never a credential.
+        mend: How to fix it; empty if there is nothing to do, and always for ``skip``.
     """
 
     verdict: Verdict
@@ -59,8 +59,8 @@ class Check:
 
     Attributes:
         name: Stable, for machines: ``bucket``, ``conditional_put``...
-        outcome: What the check says.
-        group: Heading for people.
+        outcome: The result of the check.
+        group: Heading in the printed list.
     """
 
     name: str
@@ -69,40 +69,40 @@ class Check:
 
 
 def ok(found: str) -> Outcome:
-    """All is well."""
+    """The outcome of a check that passes."""
     return Outcome(Verdict.OK, found)
 
 
 def warn(found: str, mend: str) -> Outcome:
-    """It works, but not as well as it could."""
+    """The outcome of a check that works, but not as well as it could."""
     return Outcome(Verdict.WARN, found, mend)
 
 
 def fail(found: str, mend: str) -> Outcome:
-    """It would not work."""
+    """The outcome of a check that fails."""
     return Outcome(Verdict.FAIL, found, mend)
 
 
 def skip(found: str) -> Outcome:
-    """Not examined, and why. What was not examined needs no remedy."""
+    """The outcome of a check that was not made, with the reason; it needs no fix."""
     return Outcome(Verdict.SKIP, found)
 
 
 @dataclass
 class CheckContext:
-    """The configuration under examination, and what earlier checks found out for later ones.
+    """The configuration under examination, and results of earlier checks for later ones.
 
     Attributes:
         loaded: Settings and origins.
-        transfer: The --ec-transfer-config, empty where it is not known.
+        transfer: The --ec-transfer-config, empty if not known.
         vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
-        with_vllm: Whether to look at vLLM at all.
-        timeout_s: Longest wait for one answer of the store.
-        child: What vLLM said of itself; None before, and where vLLM is not installed.
-        server: The endpoint's answer, once there is one.
+        with_vllm: False to leave out vLLM.
+        timeout_s: Longest wait for one response of the store.
+        child: The child process that examined vLLM; None before, and if vLLM is not installed.
+        server: The endpoint's response, once there is one.
         first_object: Name of some object in the bucket, once listed.
-        may_delete: Whether probe objects can be taken away again.
-        encryption: What the server said of the encryption of a write.
+        may_delete: True if probe objects can be deleted.
+        encryption: The encryption of a write, as the server reports it.
         namespace: The namespace of the model, once vLLM has described it.
     """
 
@@ -126,7 +126,7 @@ class CheckContext:
 
     @cached_property
     def patient(self) -> Settings:
-        """The same, for clients that wait as long as a check does: an engine has no time, this has.
+        """The settings with the timeouts of a check, which are longer than an engine's.
 
         A busy machine answers late, which says nothing about the bucket.
         """
@@ -135,7 +135,7 @@ class CheckContext:
 
     @cached_property
     def s3(self) -> S3Probe:
-        """Requests that the Store protocol does not have. The first use imports the SDK."""
+        """The requests that the Store protocol does not have. The first use imports the SDK."""
         from s3ec.doctor.s3_probe import S3Probe
 
         return S3Probe(self.patient)
@@ -148,7 +148,7 @@ class CheckContext:
 
     @property
     def only_reads(self) -> bool:
-        """Whether --ec-transfer-config says that this is a consumer, which never writes."""
+        """True if --ec-transfer-config names a consumer, which never writes."""
         return self.transfer.get("ec_role") == "ec_consumer"
 
     def ask_store(
@@ -161,12 +161,12 @@ class CheckContext:
         """Run a coroutine with the store that the connector would use, or another one.
 
         Args:
-            call: What to do with the store.
-            requests: How many it sends one after another; each may take ``timeout_s``.
+            call: The work with the store.
+            requests: How many requests it sends in sequence; each may take ``timeout_s``.
             store: A replica; None for home.
 
         Raises:
-            UnavailableError: No answer in time.
+            UnavailableError: No response in time.
         """
         asked, limit_s = store or self._store, requests * self.timeout_s
 
@@ -179,15 +179,15 @@ class CheckContext:
             raise UnavailableError(f"timed out after {limit_s:.3g} s") from exc
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Close connections, and end every request that is still under way.
+        """Close connections, and end all requests under way.
 
         Args:
             timeout_s: How long the store may take to close its connections.
         """
-        opened = vars(self)  # what no check used was not made
+        opened = vars(self)  # a property that no check used has no value
         if "s3" in opened:
             self.s3.close()
         if "_store" in opened:
-            with suppress(Exception):  # it did its work, or told what was wrong
+            with suppress(Exception):  # the checks have reported any fault already
                 self._loop.run(self._store.close(), timeout_s)
         self._loop.stop(timeout_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at replicas: whether each can be used, what it lacks, and what crossing a region costs."""
+"""Checks of replicas: whether each is usable, what is missing, and the cost to cross regions."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from s3ec.store.open import KEPT_PROBE, PROBE_BODY, open_replica
 from s3ec.store.unreachable import in_plain_words
 
 SAMPLED = 32
-"""Entries that a replica is asked for: the newest of those that were listed at home."""
+"""How many entries are checked at a replica: the newest of those that were listed at home."""
 _LISTED = 1000  # of a namespace; one page
 _NAMESPACES = 64
-_REPLICATION_S = 15 * 60.0  # what S3 promises with replication time control
+_REPLICATION_S = 15 * 60.0  # the limit of S3's replication time control
 _MOST_COMPARED_BYTES = 2**26
-_REQUESTS = 16  # as long as so many requests may take, one after another
+_REQUESTS = 16  # a check may take as long as so many requests in sequence
 
 
 async def listed_entries(home: Store, layout: Layout) -> list[ObjectInfo]:
-    """Some entries of a namespace, all if there are few: a page from anywhere in it."""
+    """List some entries of a namespace, all if there are few: a page from a random place."""
     found: dict[str, ObjectInfo] = {}
     for start_after in (layout.objects + secrets.token_hex(1), ""):
         pages = Wrapper(home).list(layout.objects, start_after=start_after)
@@ -52,12 +52,12 @@ async def listed_entries(home: Store, layout: Layout) -> list[ObjectInfo]:
 
 
 def newest(entries: Sequence[ObjectInfo]) -> list[ObjectInfo]:
-    """The sample, the newest first."""
+    """The newest entries, as a sample, the newest first."""
     return sorted(entries, key=lambda info: -info.modified_s)[:SAMPLED]
 
 
 async def missing_in(near: Store, sample: Sequence[ObjectInfo]) -> list[ObjectInfo]:
-    """Those of a sample that a replica does not have; a HEAD for each."""
+    """The entries of a sample that a replica does not have; a HEAD for each."""
     found = await in_parallel(sample, lambda info: near.head(info.name))
     return [info for info, there in zip(sample, found, strict=True) if there is None]
 
@@ -66,13 +66,13 @@ async def missing_in(near: Store, sample: Sequence[ObjectInfo]) -> list[ObjectIn
 
 
 def replica(context: CheckContext, place: Replica) -> Outcome:
-    """Whether a replica can be used, and has what home has. An engine runs without it, so it warns.
+    """Check whether a replica can be used, and has home's entries. Engines run without: it warns.
 
-    Where engines copy there, one small object is written, and deleted if that is allowed.
+    If engines copy entries there, one small object is written, and deleted if that is allowed.
     """
     try:
         near = open_replica(context.patient, place, patient=True)
-    except ConfigError as exc:  # no engine starts so
+    except ConfigError as exc:  # no engine starts with it
         found, _, mend = str(exc).rpartition("; ")
         return fail(found or str(exc), mend or "correct `replicas`")
     try:
@@ -137,7 +137,7 @@ async def _read(near: Store) -> None:
 async def _write(near: Store) -> None:
     try:
         await near.put_if_absent(KEPT_PROBE, [PROBE_BODY])
-    except ConflictError:  # it was kept, by those whose home it is
+    except ConflictError:  # it was kept, by users whose home this is
         return
     with suppress(S3ECError):
         await near.delete(KEPT_PROBE)
@@ -166,13 +166,13 @@ def _is_equal(context: CheckContext, near: Store, info: ObjectInfo) -> bool:
 async def replica_rows(
     home: Store, settings: Settings, namespaces: Sequence[NamespaceInfo]
 ) -> list[dict[str, Any]]:
-    """What each replica lacks of the newest entries, and what a month's entries cost to cross.
+    """Count the newest entries that each replica misses, and price a month's transfer to it.
 
-    A LIST for each namespace, and 32 HEADs for each replica.
+    Costs a LIST for each namespace, and 32 HEADs for each replica.
 
     Returns:
-        Rows of ``s3ec ns --json``. A count is None where a replica did not answer, and the price
-        where a region or its price is not known. The bytes of a large namespace are estimated.
+        Rows of ``s3ec ns --json``. A count is None if a replica did not answer, and the price if a
+        region or its price is not known. The bytes of a large namespace are estimated.
     """
     entries: list[ObjectInfo] = []
     month_bytes, since_s = 0.0, time.time() - DAYS_A_MONTH * 86400
@@ -209,6 +209,6 @@ def crossing_price(settings: Settings, place: Replica | None = None) -> float | 
     """Dollars for 10^9 bytes from home to a replica, or to this machine; None if not known."""
     if settings.endpoint_url and not is_amazons(settings.endpoint_url):
         return None
-    # As ECS, EKS and Lambda say it to what they run.
+    # ECS, EKS and Lambda set these variables for their workloads.
     here = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     return crossing_dollars_gb(settings.region or here, (place and place.region) or here)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the checks, one after another. What needs a failed check is skipped."""
+"""Runs the checks, one after another. A check that needs a failed one is skipped."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Step:
     """One check.
 
     Attributes:
-        group: Heading for people.
+        group: Heading in the printed list.
         run: The check; its name is the function's.
-        needs: Checks without which this one would only repeat their failure.
-        only_s3: Whether it says nothing about corpora elsewhere than in S3.
-        about: Name of the replica that it looks at; there may be several.
+        needs: Checks that must pass first, since this one would only repeat their failure.
+        only_s3: True if it does not apply to corpora outside S3.
+        about: Name of the replica that it checks; there may be several.
     """
 
     group: str
@@ -49,19 +49,19 @@ class Step:
 
     @property
     def name(self) -> str:
-        """For people and machines."""
+        """The check's name, in the printed list and in JSON."""
         return f"replica:{self.about}" if self.about else self.run.__name__
 
 
 def settings(context: CheckContext) -> Outcome:
-    """Whether the settings, the S3 client that they name, and the tenant's secret can be used.
+    """Check whether the settings, their S3 client and the tenant's secret can be used.
 
     Raises:
-        ConfigError: The transport cannot be used, or the SDK not use profile, region or CA file.
+        ConfigError: The transport cannot be used, or the SDK cannot use profile, region or CA file.
     """
     check_transport(context.settings)
     if context.settings.url is None:
-        from s3ec.store.s3_client import check_settings  # here, since the SDK takes so long
+        from s3ec.store.s3_client import check_settings  # here, since the SDK's import is slow
 
         check_settings(context.settings)
     else:
@@ -126,20 +126,20 @@ def examine(
 ) -> Iterator[Check]:
     """Run every check in a fixed order, and yield each outcome as soon as it is known.
 
-    Writes and deletes a few throw-away objects and files. Each request to the store has a time of
-    its own and all of them together have none, so that a busy machine fails no check. vLLM, whose
-    import takes 5 to 20 s, is imported after bucket and node were looked at.
+    Writes and deletes a few throw-away objects and files. Each request to the store has its own
+    time limit, and there is none for all together, so that a busy machine fails no check. vLLM,
+    whose import takes 5 to 20 s, is imported after the checks of bucket and node.
 
     Args:
         loaded: Settings with their origins.
-        transfer: The --ec-transfer-config, empty where it is not known.
+        transfer: The --ec-transfer-config, empty if not known.
         vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
-        with_vllm: Whether to look at vLLM.
-        timeout_s: Longest wait for one answer of the store.
-        report: Told of each check that begins.
+        with_vllm: False to leave out vLLM.
+        timeout_s: Longest wait for one response of the store.
+        report: Called when a check begins.
 
     Raises:
-        ConfigError: The transport cannot be used, or the SDK not use profile, region or CA file.
+        ConfigError: The transport cannot be used, or the SDK cannot use profile, region or CA file.
     """
     context = CheckContext(loaded, transfer, vllm_args, with_vllm, timeout_s)
     verdicts: dict[str, Verdict] = {}

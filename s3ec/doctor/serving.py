@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the vLLM that is installed here, and of the model it is to serve.
 
-vLLM is asked about itself in a child process: it may hang, crash, exit or print what it likes.
+vLLM is examined in a child process, since it may hang, crash, exit or print anything.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _ROLES = ("ec_producer", "ec_consumer", "ec_both")
 _MANAGER_OPTION = "--ec-manager-config"
 _SHOWN_DIFFERENCES = 5
 _SHOWN_NAMESPACES = 5
-# A bucket has a few; of one that has more than this, the first are compared.
+# The most namespaces that are compared, the first ones; a bucket has a few.
 _READ_NAMESPACES = 64
 # A listing, and descriptors that are fetched several at a time.
 _CORPUS_REQUESTS = 4
 
 
 def has_vllm() -> bool:
-    """Whether vLLM is installed, found out without importing it."""
+    """True if vLLM is installed; does not import it."""
     return importlib.util.find_spec("vllm") is not None
 
 
 def vllm(context: CheckContext) -> Outcome:
-    """Whether vLLM imports here, and whether its version is one we know."""
+    """Check whether vLLM imports here, and whether its version is known."""
     if not context.with_vllm:
         return skip("left out by --no-vllm")
     if context.child is None and not has_vllm():
@@ -72,12 +72,12 @@ def vllm(context: CheckContext) -> Outcome:
 
 
 def _answer(context: CheckContext, stage: str) -> Mapping[str, Any] | None:
-    """What vLLM said in a stage; None where it did not get there, or was not asked."""
+    """The child's reply in a stage; None if it did not get there, or was not started."""
     return context.child.stage(stage) if context.child else None
 
 
 def _ended_early(child: VllmChild | None, found: str, mend: str) -> Outcome:
-    """The outcome of a stage that vLLM did not reach."""
+    """The outcome of a stage that the child did not reach."""
     if child is None:
         return skip("vLLM could not be asked")
     if child.is_given_up:
@@ -86,7 +86,7 @@ def _ended_early(child: VllmChild | None, found: str, mend: str) -> Outcome:
 
 
 def _by_release(found: str, hooks: Mapping[str, Any]) -> Outcome:
-    """Whether this release, and the connector hooks that it has, are enough."""
+    """The outcome for a release, and for the connector hooks that it has."""
     oldest, newest = (".".join(map(str, hooks[name])) for name in ("oldest", "newest"))
     supported, release = f"{oldest} to {newest}", hooks["release"]
     if release is not None and release < hooks["oldest"]:
@@ -102,7 +102,7 @@ def _by_release(found: str, hooks: Mapping[str, Any]) -> Outcome:
 
 
 def connector(context: CheckContext) -> Outcome:
-    """Whether vLLM will find S3ECConnector, by its name or by a module path."""
+    """Check whether vLLM will find S3ECConnector, by its name or by a module path."""
     named = context.transfer.get("ec_connector", _CONNECTOR)
     if named != _CONNECTOR:
         return fail(f"ec_connector is `{named}`", f"set it to `{_CONNECTOR}`")
@@ -127,7 +127,7 @@ def connector(context: CheckContext) -> Outcome:
 
 
 def model(context: CheckContext) -> Outcome:
-    """Whether the model has an encoder cache to connect to, and images content hashes for names."""
+    """Check whether the model has an encoder cache, and names images by their content hashes."""
     if not context.with_vllm:
         return skip("left out by --no-vllm")
     if context.vllm_args is None:
@@ -152,7 +152,7 @@ def model(context: CheckContext) -> Outcome:
 
 
 def namespace(context: CheckContext) -> Outcome:
-    """Where in the bucket this model reads and writes."""
+    """Find where in the bucket this model reads and writes."""
     answer = _answer(context, "namespace")
     if answer is None:
         mend = "set `model_identity`, or report it"
@@ -170,7 +170,7 @@ def namespace(context: CheckContext) -> Outcome:
 
 
 def corpus(context: CheckContext) -> Outcome:
-    """What the bucket holds already, and why it may not be what this model reads."""
+    """Check what the bucket holds already, and why this model may not read it."""
     try:
         return context.ask_store(lambda store: _corpus(store, context), requests=_CORPUS_REQUESTS)
     except S3ECError as exc:
@@ -203,7 +203,7 @@ async def _corpus(store: Store, context: CheckContext) -> Outcome:
 
 
 def _unshared(nearest: Neighbour) -> Outcome:
-    """This model's namespace is not there, but one that is nearly it."""
+    """The outcome if this model's namespace is absent, but a similar one exists."""
     told = "; ".join(nearest.differences[:_SHOWN_DIFFERENCES])
     rest = len(nearest.differences) - _SHOWN_DIFFERENCES
     which = "in one field alone, " if nearest.only else "in "
@@ -219,7 +219,7 @@ def _unshared(nearest: Neighbour) -> Outcome:
 # configuration.
 DEADLINE_S = 600.0
 # -P, because with the current folder on its path a child started in a checkout of vLLM would
-# import that one. Where s3ec itself runs from a checkout, the child is told so.
+# import that one. The child also gets the path of this s3ec, which may be a checkout.
 _START = (
     "import sys; sys.path.append(sys.argv.pop(1)); from s3ec.doctor import serving; "
     "serving.answer_parent()"
@@ -232,10 +232,10 @@ _SECRET_OPTIONS = ("--api-key", "--hf-token")
 
 
 class VllmChild:
-    """What a process that imported vLLM found out, stage by stage.
+    """The results of a child process that imports vLLM, stage by stage.
 
     Attributes:
-        is_given_up: Whether it took longer than it may, so that nothing is known of what is left.
+        is_given_up: True if it ran out of time, so that the remaining stages are unknown.
     """
 
     def __init__(
@@ -246,13 +246,13 @@ class VllmChild:
         pages: Sequence[str] | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """Run it to its end. An interrupt ends it.
+        """Run the child to its end. An interrupt ends it.
 
         Args:
-            settings: Those under examination.
+            settings: The settings under examination.
             vllm_args: Arguments of ``vllm serve``, or None to leave the model out.
             pages: Pictures for the model's processor; empty for a blank page, None to leave it out.
-            deadline_s: How long it may take.
+            deadline_s: How long the child may take.
         """
         self.is_given_up = False
         self._status = 0
@@ -264,7 +264,7 @@ class VllmChild:
             "pages": None if pages is None else list(pages),
         }
         with contextlib.ExitStack() as stack:
-            # Files without a name, which nobody else can read: arguments may hold keys.
+            # Files without a name, which no other user can read: arguments may hold keys.
             asked, messages, replies = (
                 stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)
             )
@@ -276,7 +276,7 @@ class VllmChild:
                 stdout=messages,
                 stderr=messages,
                 pass_fds=(replies.fileno(),),
-                start_new_session=True,  # Ctrl-C is for this process, which then ends the child
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the child
             )
             try:
                 self._status = process.wait(deadline_s)
@@ -293,7 +293,7 @@ class VllmChild:
                 self._stages.update(json.loads(line))
 
     def stage(self, name: str) -> Mapping[str, Any] | None:
-        """What the child found out in one of its stages, None where it did not get there."""
+        """The child's reply in one of its stages; None if it did not get there."""
         found: Mapping[str, Any] | None = self._stages.get(name)
         return found
 
@@ -331,11 +331,11 @@ def _secret_values(args: Sequence[str]) -> list[str]:
 
 
 def answer_parent() -> None:
-    """What runs in the child: import vLLM, and describe a model as vLLM would.
+    """Run the child: import vLLM, and describe a model as vLLM would.
 
     Reads one JSON request from stdin, and writes one JSON line per stage to the file descriptor
-    that its argument names. An exception ends it. The stages before stand, and the parent reads
-    the last line of the traceback.
+    that its argument names. An exception ends it. Replies of earlier stages remain, and the parent
+    reads the last line of the traceback.
     """
     request = json.load(sys.stdin)
     settings = Settings.model_validate(request["settings"])
@@ -397,13 +397,13 @@ def _describe(
 
 
 def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:
-    """vLLM's configuration of a command line, and the names of options it leaves to the server."""
+    """vLLM's configuration for a command line, and the options that it leaves to the server."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.plugins import load_general_plugins
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class EngineParser(FlexibleArgumentParser):  # type: ignore[misc]
-        """Leaves aside what belongs to the HTTP server (--port, --api-key...)."""
+        """Leaves out options of the HTTP server (--port, --api-key...)."""
 
         rest: list[str]
 
@@ -415,7 +415,7 @@ def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:
     found = parser.parse_args(without_command(args))
     load_general_plugins()  # as vLLM does at start-up: other plugins may add models
     if found.model.startswith(("/", "./", "../", "~")) and not os.path.isdir(found.model):
-        # vLLM would take it for a name on a hub, and say that it is a strange one.
+        # vLLM would take it for a name on a hub, and report an invalid one.
         raise FileNotFoundError(f"no folder {found.model}")
     config = AsyncEngineArgs.from_cli_args(found).create_engine_config()
     manager = getattr(config, "ec_manager_config", None)  # vLLM 0.32 and newer
@@ -425,7 +425,7 @@ def _vllm_config(args: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 def without_command(args: Sequence[str]) -> list[str]:
-    """``vllm serve MODEL ...`` and ``MODEL ...`` as ``--model MODEL ...``."""
+    """Rewrite ``vllm serve MODEL ...`` and ``MODEL ...`` as ``--model MODEL ...``."""
     rest = list(args)
     if rest[:1] and rest[0].rpartition("/")[2] == "vllm":
         rest.pop(0)
