@@ -255,15 +255,15 @@ class Consent:
         as_json: bool,
         verbs: tuple[str, str] = ("delete", "deleted"),
     ) -> tuple[T, bool]:
-        """Say what would go, ask where somebody can answer, and do it.
+        """Print what would be deleted, ask if a person can answer, and do it.
 
         Args:
-            work: Called with whether it is only to count, and with whom to tell how far it is.
-            told: How many things that is, and in words what.
-            verbs: What is done, and what was done.
+            work: Called with True to only count, and with a Report.
+            told: Returns how many things a result has, and a description of them.
+            verbs: The verb, and its past participle.
 
         Returns:
-            The last result, and whether it was done.
+            The last result, and True if it was done.
         """
         verb, past = verbs
 
@@ -283,10 +283,10 @@ class Consent:
         return found, True
 
     def ask(self, question: str, *, as_json: bool) -> bool:
-        """Whether to do it. Call this after it was shown what would go.
+        """Return True to do it. Call this after the things to delete were printed.
 
-        Programs get no question: where stdin or stderr is no terminal, and with ``--json``, nothing
-        is deleted without ``--yes``.
+        Programs get no question: if stdin or stderr is no terminal, or with ``--json``, nothing is
+        deleted without ``--yes``.
 
         Args:
             question: Such as ``delete 3 entries?``.
@@ -299,7 +299,7 @@ class Consent:
         try:
             if typer.confirm(question, err=True):
                 return True
-        except typer.Abort as exc:  # Ctrl-C, or the end of what is typed
+        except typer.Abort as exc:  # Ctrl-C, or the end of stdin
             print_note("")
             raise KeyboardInterrupt from exc
         print_note("nothing was deleted")
@@ -316,7 +316,7 @@ CORPUS: OptionGroup = ({**_NAMESPACE_OPTIONS, **_SETTINGS_OPTIONS}, SettingsSour
 """The options for settings, and those that choose a namespace."""
 
 CORPUS_AND_TIER: OptionGroup = ({**CORPUS[0], **_TIER_OPTIONS}, SettingsSource.of)
-"""The options before, and those of this node's disk tier."""
+"""The options of CORPUS, and those of this node's disk tier."""
 
 TIER: OptionGroup = ({"config": _SETTINGS_OPTIONS["config"], **_TIER_OPTIONS}, SettingsSource.of)
 """The options of commands that read only this node, and need no bucket."""
@@ -372,10 +372,10 @@ def is_for_subcommand(ctx: typer.Context, *given: object) -> bool:
     """True if one of a group's commands was named, so that the group itself must do nothing.
 
     Args:
-        given: True of what was given before its name, where nobody would read it.
+        given: Options of the group itself, which would be ignored.
 
     Raises:
-        ConfigError: There is such a thing.
+        ConfigError: One of these was given.
     """
     if ctx.invoked_subcommand is None:
         return False
@@ -389,7 +389,7 @@ def duration_s(text: str) -> float:
     """Seconds of a duration such as ``90d``; a parser of options.
 
     Raises:
-        typer.BadParameter: It is none.
+        typer.BadParameter: It is not a duration.
     """
     match = _DURATION.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
@@ -412,7 +412,7 @@ def size_bytes(text: str) -> int:
 
 
 def lines_of(file: str) -> list[str]:
-    """The lines of ``--ids``, without empty ones; ``-`` is stdin.
+    """Read the lines of ``--ids``, without empty ones; ``-`` is stdin.
 
     Raises:
         ConfigError: It cannot be read.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deletes entries of a namespace: those that are named, old ones, or the oldest of too many.
+"""Deletes entries of a namespace: named ones, old ones, or the oldest of too many.
 
-A bucket knows when an object was stored, and nothing of its use.
+A bucket knows when an object was stored, but not when it was used.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from s3ec.tenant import Tenant
 
 _WORD = re.compile(r"([a-z]+)=([!-~]+)")
 _HEADERS_AT_A_TIME = 1000
-# What is kept of an object that may go.
+# The values that are kept of an object that may be deleted.
 _FOUND = np.dtype([("modified_s", "<f8"), ("nbytes", "<i8"), ("hi", "<u8"), ("lo", "<u8")])
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What goes: that which all rules that are given agree on.
+    """The rules by which entries are deleted: those that match all given rules.
 
     Attributes:
-        older_than_s: Stored so long ago.
-        max_bytes: The oldest, until the rest fits.
-        made_by: Name to pattern, such as ``{"vllm": "0.32.*"}``: only what was made with these
-            releases, as its header says. Empty for everything.
+        older_than_s: Entries stored longer ago than this.
+        max_bytes: The oldest entries, until the rest fits.
+        made_by: Name to pattern, such as ``{"vllm": "0.32.*"}``: only entries made with these
+            releases, by their headers. Empty for all.
     """
 
     older_than_s: float | None = None
@@ -61,7 +61,7 @@ class Rules:
             )
 
     def fits(self, made_by: str) -> bool:
-        """Whether an entry that says this was made so. One that says nothing was not."""
+        """True if ``made_by`` of an entry matches; an empty one does not match a rule."""
         said = dict(word.partition("=")[::2] for word in made_by.split(" "))
         return all(
             name in said and fnmatch.fnmatchcase(said[name], pattern)
@@ -70,7 +70,7 @@ class Rules:
 
 
 def parse_made_by(text: str) -> dict[str, str]:
-    """Names and versions with spaces or commas between them, such as ``vllm=0.32.*``.
+    """Parse names and versions with spaces or commas between them, such as ``vllm=0.32.*``.
 
     Raises:
         ConfigError: It is something else.
@@ -87,21 +87,21 @@ def parse_made_by(text: str) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Collection:
-    """Which objects go, how many that were, and whether they are gone.
+    """Which objects are deleted, how many these are, and whether it is done.
 
     Attributes:
         rules: The rules.
         layout: The namespace.
-        now_s: Ages count to here.
-        chosen: The entries that a listing has chosen, of which none goes that was stored since
-            ``now_s``; None where age alone decides.
-        objects: That go.
+        now_s: Ages count up to this time.
+        chosen: The entries that a listing has chosen; those stored since ``now_s`` stay. None if
+            age alone decides.
+        objects: Objects that are deleted.
         nbytes: Their size.
-        left_objects: That stay.
+        left_objects: Objects that stay.
         left_bytes: Their size.
-        done: Whether they were deleted; False of a dry run.
-        dropped_rows: Rows of the catalogue that went with them.
-        problem: Why the catalogue's rows are left, empty where they are not.
+        done: True if they were deleted; False for a dry run.
+        dropped_rows: Rows of the catalogue that were dropped with them.
+        problem: Why rows of the catalogue are left; empty if none is.
     """
 
     rules: Rules
@@ -118,11 +118,11 @@ class Collection:
 
     @property
     def namespace(self) -> str:
-        """Where."""
+        """The namespace's name."""
         return self.layout.namespace
 
     def __call__(self, infos: Sequence[ObjectInfo]) -> list[ObjectInfo]:
-        """Those of some listed objects that go; all are counted."""
+        """Select the listed objects that are deleted; all are counted."""
         chosen = [info for info in infos if self._goes(info)]
         nbytes = sum(info.nbytes for info in chosen)
         self.objects += len(chosen)
@@ -132,7 +132,7 @@ class Collection:
         return chosen
 
     def _goes(self, info: ObjectInfo) -> bool:
-        """Whether the rules let it go. One without a time stays."""
+        """True if the rules delete the object. One without a time stays."""
         age_s, older_than_s = self.now_s - info.modified_s, self.rules.older_than_s
         if not info.modified_s or (older_than_s is not None and age_s <= older_than_s):
             return False
@@ -154,13 +154,13 @@ async def choose(
     *,
     report: Report = unreported,
 ) -> Collection:
-    """Find out by a listing what would go, and count it; changes nothing.
+    """Find by a listing the entries that would be deleted, and count them; changes nothing.
 
-    With ``made_by`` there is a request for each entry that the other rules let go. Memory: with
+    With ``made_by`` it sends a request for each entry that the other rules select. Memory: with
     ``max_bytes`` some 100 bytes for each of these, with ``made_by`` some 500.
 
     Args:
-        now_s: Ages count to here.
+        now_s: Ages count up to this time.
     """
     choice = Collection(rules, layout, now_s)
     is_by_age = rules.max_bytes is None and not rules.made_by
@@ -185,7 +185,7 @@ async def choose(
             add(some)
     surplus = choice.left_bytes + choice.nbytes - (rules.max_bytes or 0)
     goes = np.concatenate(found)
-    found.clear()  # a copy less of all while they are sorted
+    found.clear()  # saves one copy of all during the sort
     if rules.max_bytes is not None:
         goes = _oldest(goes, surplus)
     hi, lo = goes["hi"].copy(), goes["lo"].copy()
@@ -201,9 +201,9 @@ async def choose(
 
 
 def _oldest(found: npt.NDArray[Any], surplus: int) -> npt.NDArray[Any]:
-    """So many of the oldest that their bytes are the surplus; in the same order each time.
+    """The oldest objects, until their bytes make up the surplus; always in the same order.
 
-    Sorts what it is given: there may be millions.
+    Sorts ``found`` in place: there may be millions.
     """
     found.sort(order=("modified_s", "hi", "lo"))
     before: npt.NDArray[np.int64] = np.cumsum(found["nbytes"]) - found["nbytes"]
@@ -213,7 +213,7 @@ def _oldest(found: npt.NDArray[Any], surplus: int) -> npt.NDArray[Any]:
 async def _made_by(
     store: Store, layout: Layout, rules: Rules, infos: Sequence[ObjectInfo], report: Report
 ) -> AsyncIterator[list[ObjectInfo]]:
-    """Those of some objects that were made so, some at a time, by one request each."""
+    """The objects that match ``made_by``, in batches; one request for each object."""
 
     async def is_meant(entry: CorpusEntry) -> bool:
         try:
@@ -244,8 +244,8 @@ async def collect_garbage(
     """Choose and delete, or only count; see Corpus.gc.
 
     Args:
-        tenant: Whose secret is in the names.
-        clock: Seconds since the epoch; for a dry run, which writes nothing to ask the server.
+        tenant: The tenant whose secret is in the names.
+        clock: Seconds since the epoch; for a dry run, which cannot ask the server by a write.
     """
     # The times of objects are the server's: a clock of ours that is ahead would make them old.
     now_s = clock()
@@ -269,14 +269,14 @@ async def collect(
     node: NodeFolder | None = None,
     report: Report = unreported,
 ) -> Collection:
-    """Delete what is chosen, as a listing of now shows it; returns what went.
+    """Delete the chosen entries by a new listing; returns what was deleted.
 
-    What was stored or deleted since is left alone. What is left becomes a snapshot of the index;
-    where this is broken off, none is written.
+    Entries that were stored since the choice stay. The remaining ones become a snapshot of the
+    index; if this is interrupted, none is written.
 
     Args:
-        tenant: Whose secret is in the names.
-        node: This node's files of the index, so that its engines are told.
+        tenant: The tenant whose secret is in the names.
+        node: This node's files of the index, where its engines read of it.
     """
     layout = choice.layout
     done = replace(choice, objects=0, nbytes=0, left_objects=0, left_bytes=0, done=True)
@@ -294,14 +294,14 @@ async def collect(
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What ``Corpus.delete`` found, and whether it is gone.
+    """The result of ``Corpus.delete``.
 
     Attributes:
-        namespace: Where.
-        objects: The object of each identifier as it was; None where the entry was not there.
-        done: Whether they were deleted; False of a dry run.
-        dropped_rows: Rows of the catalogue that went with them.
-        problem: Why the catalogue's rows are left, empty where they are not.
+        namespace: Of the entries.
+        objects: The object of each identifier as it was; None if the entry did not exist.
+        done: True if they were deleted; False for a dry run.
+        dropped_rows: Rows of the catalogue that were dropped with them.
+        problem: Why rows of the catalogue are left; empty if none is.
     """
 
     namespace: str
@@ -312,18 +312,18 @@ class Deletion:
 
     @property
     def count(self) -> int:
-        """Entries that were there; one that was named twice counts once."""
+        """How many entries existed; one that was named twice counts once."""
         return len({info.name for info in self.objects.values() if info})
 
     @property
     def nbytes(self) -> int:
-        """Size of their objects together."""
+        """Total size of their objects."""
         sizes = {info.name: info.nbytes for info in self.objects.values() if info}
         return sum(sizes.values())
 
     @property
     def absent(self) -> Sequence[str]:
-        """Identifiers of which nothing was there."""
+        """Identifiers without an entry."""
         return [identifier for identifier, info in self.objects.items() if not info]
 
 
@@ -340,8 +340,8 @@ async def delete(
     """Delete entries by their keys, and the catalogue's rows of them; see Corpus.delete.
 
     Args:
-        keys: By what the caller calls them.
-        tenant: Whose secret is in the names.
+        keys: By the caller's names.
+        tenant: The tenant whose secret is in the names.
     """
     found = await find_objects(store, layout, keys.values(), report=report)
     by_text = {text: found[key] for text, key in keys.items()}
@@ -356,18 +356,18 @@ async def delete(
 async def drop_deleted_rows(
     store: Store, layout: Layout, digests: Set[bytes], tenant: Tenant | None, fold: bool = False
 ) -> tuple[int, str]:
-    """Drop the catalogue's rows of entries that were deleted, and were not stored again since.
+    """Drop the catalogue's rows of entries that were deleted and not stored again since.
 
-    Costs a listing where there is no catalogue, and else to read and write it, and a HEAD for each
-    of these entries that it has.
+    Costs a listing if there is no catalogue; else a read and a write of it, and a HEAD for each of
+    these entries that it has.
 
     Args:
         digests: Of the entries.
-        fold: Make few parts of those that jobs left in it, too.
+        fold: True to merge the small parts that jobs left, too.
 
     Returns:
-        How many, and why rows or parts are left: pyarrow is missing, or the store does not answer;
-        empty where they are not.
+        How many rows, and why rows or parts are left: pyarrow is missing, or the store does not
+        answer; empty if none is left.
     """
     from s3ec.corpus.catalog import CatalogWriter, list_parts
 

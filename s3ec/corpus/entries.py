@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-# The folder of an adapter whose name does not make one, or may not be read.
+# The folder of an adapter whose name cannot be a folder's, or must stay secret.
 _HASHED_ADAPTER = re.compile(r"[tx]-[0-9a-f]{64}")
-# 8 hex digits tell four thousand million images apart, and name the fan-out folder.
+# 8 hex digits distinguish four thousand million images, and contain the fan-out folder's name.
 _HASH_PREFIX = re.compile(r"(?:(?P<lora>[a-z0-9-]+):)?(?P<mark>[tx]-)?(?P<hex>[0-9a-f]{8,64})")
 _SHOWN_MATCHES = 5
 MAX_ENTRY_BYTES = 2 * 2**30
-"""Jobs take nothing larger: it is in memory as a whole. A video of ten minutes has less."""
+"""Jobs refuse larger entries: a whole entry is in memory. A video of ten minutes has less."""
 _PARTS_AT_A_TIME = 4
 
 
@@ -59,12 +59,12 @@ class CorpusEntry:
     """One stored embedding.
 
     Attributes:
-        namespace: Where it lies.
+        namespace: Its namespace.
         name: Of its object, below ``objects/``.
         nbytes: Size of the object.
-        modified_s: Last change, seconds since the epoch; 0 where the store does not say.
-        header: What the entry says of itself: modality, shape (rows, width), dtype, checksum and
-            placeholder. None where it was only listed.
+        modified_s: Last change, seconds since the epoch; 0 if the store does not say.
+        header: The entry's header: modality, shape (rows, width), dtype, checksum and placeholder.
+            None if it was only listed.
     """
 
     namespace: str
@@ -94,10 +94,10 @@ class CorpusEntry:
 
     @property
     def identifier(self) -> str | None:
-        """vLLM's name for it; None where only a digest of that is known.
+        """vLLM's name for it; None if only a digest of the name is known.
 
-        A content hash is in the object's name; what a client chose is in the header only. Under a
-        ``tenant_key`` it is nowhere.
+        A content hash is in the object's name; a name that a client chose is only in the header.
+        Under a ``tenant_key`` the name is not stored at all.
         """
         if self.header is not None:
             key = key_of_header(self.header.identifier, digest_of_name(self.name))
@@ -107,7 +107,7 @@ class CorpusEntry:
         return label if is_content_hash(label) and not _HASHED_ADAPTER.fullmatch(adapter) else None
 
     def age_s(self, now_s: float) -> float | None:
-        """Seconds since the last change, None where the store does not say."""
+        """Seconds since the last change; None if the store does not say."""
         return now_s - self.modified_s if self.modified_s else None
 
 
@@ -116,8 +116,8 @@ class Embedding:
     """One embedding with its bytes, every one of them checked.
 
     Attributes:
-        entry: What it is.
-        header: What it says of itself, the same as that of the entry.
+        entry: Its entry, with the header.
+        header: Its header, the same as that of the entry.
         file: The whole entry as it is stored, a safetensors file; read-only.
     """
 
@@ -167,7 +167,7 @@ class Embedding:
 
 
 async def scan(store: Store, namespace: str) -> AsyncGenerator[Sequence[CorpusEntry], None]:
-    """The entries of a namespace, some at a time, in no order. To be closed."""
+    """List the entries of a namespace in batches, in no order. The caller closes it."""
     from s3ec.index.listing import list_objects
 
     layout = Layout(namespace)
@@ -177,7 +177,7 @@ async def scan(store: Store, namespace: str) -> AsyncGenerator[Sequence[CorpusEn
 
 
 def entries_of(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[CorpusEntry]:
-    """Those of listed objects that are entries; foreign objects are left out."""
+    """The entries among listed objects; foreign objects are left out."""
     for info in infos:
         name = info.name.removeprefix(layout.objects)
         if is_object_name(name):
@@ -185,7 +185,7 @@ def entries_of(layout: Layout, infos: Iterable[ObjectInfo]) -> Iterator[CorpusEn
 
 
 def is_hash_prefix(text: str) -> bool:
-    """Whether this may be the beginning of a content hash or of a label."""
+    """True if this may be the beginning of a content hash or of a label."""
     return _HASH_PREFIX.fullmatch(text) is not None
 
 
@@ -219,10 +219,11 @@ async def _find_by_prefix(
 
 
 async def read_header(store: Store, entry: CorpusEntry) -> CorpusEntry | None:
-    """The entry with its checked header, by one range request; None where it is gone.
+    """Read and check the header of an entry, by one range request; None if the entry is gone.
 
     Raises:
-        CorruptEntryError: Not an entry, of another length than it says, or a copy of another.
+        CorruptEntryError: It is not an entry, has another length than its header says, or is a
+            copy of another entry.
     """
     blob = await store.get_range(entry.object_name, 0, 8 + codec.HEADER_LIMIT)
     if blob is None:
@@ -238,7 +239,7 @@ async def read_header(store: Store, entry: CorpusEntry) -> CorpusEntry | None:
 
 
 async def read_entry(store: Store, entry: CorpusEntry, report: Report) -> Embedding | None:
-    """A whole entry, every byte of it checked; of a large one the header first."""
+    """Read a whole entry, and check every byte; of a large one the header is read first."""
     if entry.nbytes > PART_BYTES and await read_header(store, entry) is None:
         return None
     with _naming(entry):
@@ -253,7 +254,7 @@ async def read_entry(store: Store, entry: CorpusEntry, report: Report) -> Embedd
 
 @contextmanager
 def _naming(entry: CorpusEntry) -> Iterator[None]:
-    """Put the object's name in front of what is wrong with it."""
+    """Put the object's name in front of an error's message."""
     try:
         yield
     except CorruptEntryError as exc:
@@ -263,7 +264,7 @@ def _naming(entry: CorpusEntry) -> Iterator[None]:
 
 
 def checked_header(blob: Blob, namespace: str, digest: bytes) -> codec.Header:
-    """Refuse an entry that lies where its own identifier does not belong.
+    """Parse an entry's header; refuse it if its identifier does not belong to the object's name.
 
     Args:
         digest: Of the object's name.
@@ -276,16 +277,16 @@ def checked_header(blob: Blob, namespace: str, digest: bytes) -> codec.Header:
 
 
 class Outage:
-    """Tells a store that is down, or that refuses everything, from entries that are bad."""
+    """Distinguishes a store that is down, or refuses everything, from bad entries."""
 
-    # Each was tried five times by then.
+    # Each was tried five times before it counts.
     _MOST_FAILURES = 16
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def ends_with(self, error: S3ECError | None) -> bool:
-        """Note how a request ended; True if no further one is worth it."""
+        """Note how a request ended; True if further requests are useless."""
         if not isinstance(error, UnavailableError | AccessError):
             self._in_a_row = 0
             return False
@@ -297,10 +298,10 @@ class Outage:
 async def download(
     store: Store, name: str, nbytes: int, report: Report = unreported
 ) -> Blob | None:
-    """All bytes of an object. A large one comes by ranges, so that its progress is seen.
+    """Read all bytes of an object; None if absent. A large one is read in ranges, with progress.
 
     Args:
-        nbytes: Its size, as it was listed; what is larger is refused (the reason is ``size``).
+        nbytes: Its listed size; a larger object is refused (the reason is ``size``).
     """
     if nbytes <= PART_BYTES:
         return await store.get(name, max_bytes=nbytes)
@@ -314,15 +315,15 @@ async def download(
 def key_of(text: str, tenant: Tenant | None) -> Key | None:
     """The key of an ID: an identifier as vLLM spells it, a label, or an object's name.
 
-    A label says where its entry lies, whoever gave its identifier.
+    A label gives the name of the object, whatever the origin of its identifier.
 
     Returns:
-        None where nothing can be stored under it.
+        None if nothing can be stored under it.
     """
     lora, _, stem = text.rpartition(":")
     name = text
     is_label = stem[:2] in ("x-", "t-") or _HASHED_ADAPTER.fullmatch(lora)
-    if is_label and not is_object_name(text):  # whose folder may begin so, too
+    if is_label and not is_object_name(text):  # an object's folder may begin like a label
         folder = f"{lora}/" if lora else ""
         name = f"{folder}{stem.removeprefix('x-').removeprefix('t-')[:2]}/{stem}{OBJECT_SUFFIX}"
     if is_object_name(name):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a Parquet file really holds, by the headers of its pages, before anything is unpacked.
+"""Measures the unpacked size of a Parquet file, by the headers of its pages, without unpacking.
 
-A footer may claim anything. A reader allocates by the headers of pages, which say how large each
-page is once it is unpacked, and a page that unpacks to another size is refused by Arrow. So their
-sum is a bound, for pages whose values do not unfold once more (PLAIN values and dictionaries).
+A footer may claim anything. A reader allocates by the headers of pages, which have the unpacked
+size of each page, and Arrow refuses a page that unpacks to another size. So their sum is a bound,
+for pages whose values do not expand once more (PLAIN values and dictionaries).
 
 Checked with Arrow 26, ``cpp/src/parquet/column_reader.cc``. Footers and headers are structs of
-Thrift's compact protocol. They are read here, since pyarrow's ``RowGroupMetaData.column`` ends the
-process where a footer is damaged in some ways.
+Thrift's compact protocol. They are parsed here, since pyarrow's ``RowGroupMetaData.column`` ends
+the process if a footer is damaged in some ways.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from typing import Any, TypeAlias
 from s3ec.errors import CorruptEntryError
 from s3ec.store.base import Blob
 
-# Statistics stand in the header of a page: two values of up to 4 KiB each, as Arrow writes them.
+# The header of a page has statistics: two values of up to 4 KiB each, as Arrow writes them.
 _HEADER_BYTES = 2**16
 _DATA, _DICTIONARY = 0, 2
-# PLAIN, PLAIN_DICTIONARY and RLE_DICTIONARY. The others that Parquet knows repeat parts of values.
+# PLAIN, PLAIN_DICTIONARY and RLE_DICTIONARY. Parquet's other encodings repeat parts of values.
 _ENCODINGS = (0, 2, 8)
-# Each is read by Python. A million rows have some thousand pages.
+# Python reads each page's header. A million rows have some thousand pages.
 _MOST_PAGES = 2**14
-# Arrow ends a page after a batch of 1024 values, so that one has up to 64 MiB of our texts. To
-# unpack one takes four times its size.
+# Arrow ends a page after a batch of 1024 values, so a page has up to 64 MiB of our texts. Unpacking
+# a page takes four times its size.
 _PAGE_BYTES = 80 * 2**20
 
 _I32, _I64, _TEXT, _LIST, _STRUCT = 5, 6, 8, 9, 12  # types of Thrift's compact protocol
-# Below, fields of parquet.thrift 2.12 stand by number and type.
+# Below, fields of parquet.thrift 2.12 are given by number and type.
 _PAGE_HEADER = {_DATA: 5, _DICTIONARY: 7}  # data_page_header, dictionary_page_header
-# Of a list in a footer: a part has 16 groups of some 15 columns.
+# Limit of a list in a footer: a part has 16 groups of some 15 columns.
 _MOST_ITEMS = 256
 _Struct: TypeAlias = Mapping[tuple[int, int], Any]
 
 
 def unpacked_bytes(blob: Blob | bytearray, columns: Sequence[int]) -> int:
-    """Size of all pages of some columns when they are unpacked. Nothing is unpacked for that.
+    """Unpacked size of all pages of some columns. Nothing is unpacked for it.
 
     Args:
         blob: The whole file.
         columns: Their numbers.
 
     Raises:
-        CorruptEntryError: The pages are not those of which the footer tells, or not of the kinds
-            that a part of a catalogue has.
+        CorruptEntryError: The pages do not match the footer, or are not of the kinds that a part
+            of a catalogue has.
     """
     view = memoryview(blob)
     length = int.from_bytes(view[-8:-4], "little")
@@ -86,7 +86,7 @@ def _pages(view: memoryview, chunk: _Struct) -> Iterator[tuple[int, int]]:
     at, expected = column[9, _I64], _DATA  # data_page_offset
     dictionary = column.get((11, _I64))  # dictionary_page_offset
     if dictionary is not None:
-        # A reader takes the lower one of the two for the beginning.
+        # A reader takes the lower of the two as the beginning.
         if not 0 < dictionary < at:
             raise _wrong("the pages of a column are in no order")
         at, expected = dictionary, _DICTIONARY
@@ -116,13 +116,13 @@ def _pages(view: memoryview, chunk: _Struct) -> Iterator[tuple[int, int]]:
 class _Compact:
     """Reads structs of Thrift's compact protocol.
 
-    A field is known by its number and its type: readers pass over one of another type. Texts and
-    doubles are passed over, too: None stands for each.
+    A field is identified by its number and its type: readers skip one of another type. Texts and
+    doubles are skipped, too: None stands for each.
 
     Raises:
-        LookupError: A field stands twice, or the struct is cut off, has a list that is too long, or
-            a type that there is none.
-        RecursionError: It is too deep.
+        LookupError: A field comes twice, or the struct is cut off, or has a list that is too long
+            or an unknown type.
+        RecursionError: It is nested too deeply.
     """
 
     def __init__(self, data: memoryview) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job over many files reads: folders, lists and PDF files, one item at a time.
+"""Sources of a job over many files: folders, lists and PDF files, one item at a time.
 
-``open_source`` says what a text names, and yields its items. Nothing is read ahead, and no list is
-held in memory. An item that cannot be named or read is still yielded: its ``read`` says why.
+``open_source`` finds what a text names, and yields its items. Nothing is read ahead, and no list is
+held in memory. An item that cannot be named or read is still yielded: its ``read`` raises why.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _KINDS = "give a folder, a glob such as 'pages/**/*.png', a .jsonl list, or a .p
 _DOCUMENT_KEYS = ("document", "id")
 _PLACE_KEYS = ("path", "url", "uri")
 _LIST_NEEDS = "a list names `document` (or `id`), and one of `path`, `url` and `uri`"
-# A longer line is no item: a file without line ends would be read whole.
+# A longer line is not an item: a file without line ends would be read whole.
 _MAX_LINE_BYTES = 2**20
 
 
 @functools.cache
 def suffixes() -> Mapping[str, str]:
-    """The modality of a folder's files, by their suffix; beside these there is ``.pdf``.
+    """The modality of a folder's files, by their suffix; ``.pdf`` is handled apart.
 
-    Pictures are what Pillow opens, with the plugins that are registered.
+    Pictures are the files that Pillow opens, with its registered plugins.
     """
     pillow = require("PIL.Image", "pillow", "A job over files")
     known = pillow.registered_extensions()
@@ -59,13 +59,13 @@ class SourceItem:
 
     Attributes:
         document: Its id; of a file below a folder, the path from there.
-        page: From 1; None where it has none.
-        uri: Where it is: ``file``, ``http``, ``https`` or ``s3``. A page of a PDF file ends with
-            ``#page=3``.
-        extra: What the source says beside that; JSON.
+        page: From 1; None if it has none.
+        uri: Its URL: ``file``, ``http``, ``https`` or ``s3``. That of a page of a PDF file ends
+            with ``#page=3``.
+        extra: Further values from the source; JSON.
         modality: ``image``, ``video`` or ``audio``.
         options: How it is read.
-        problem: Why it cannot be read, where that is known already; else empty.
+        problem: Why it cannot be read, if that is known already; else empty.
     """
 
     document: str
@@ -77,13 +77,13 @@ class SourceItem:
     problem: str = field(default="", compare=False)
 
     def read(self) -> bytes:
-        """The file's bytes as they are; of a PDF's page the PNG that is drawn of it.
+        """Read the file's bytes as they are; a PDF's page is rendered as PNG.
 
-        Blocks, for at most ``options.timeout_s`` where it is downloaded over http or drawn.
+        Blocks, for at most ``options.timeout_s`` if it is downloaded over http or rendered.
 
         Raises:
             SourceError: It cannot be read.
-            ConfigError: What it needs is not installed.
+            ConfigError: A package that it needs is not installed.
         """
         if self.problem:
             raise SourceError(self.problem)
@@ -91,7 +91,7 @@ class SourceItem:
 
 
 def open_source(text: str, options: ReadOptions | None = None) -> Iterator[SourceItem]:
-    """The items of what a text names, lazily.
+    """Yield the items of a source lazily.
 
     =====================  ==============================================================
     text                   items
@@ -102,19 +102,20 @@ def open_source(text: str, options: ReadOptions | None = None) -> Iterator[Sourc
     ``.pdf``, a picture    its pages; itself
     =====================  ==============================================================
 
-    A row of a list has ``document`` or ``id``; one of ``path``, ``url`` and ``uri``; and, if it
-    likes, ``page`` and ``modality``. The rest is ``extra``. A path starts at the list's folder. A
-    PDF file without ``page`` is an item for each of its pages.
+    A row of a list has ``document`` or ``id``; one of ``path``, ``url`` and ``uri``; and optionally
+    ``page`` and ``modality``. The rest is ``extra``. A path starts at the list's folder. A PDF file
+    without ``page`` becomes an item for each of its pages.
 
-    What is left out is an item that cannot be read: each link to a folder, and one for each suffix
-    that is none of a picture, film, sound or PDF file.
+    Files that are left out become items that cannot be read: one for each link to a folder, and one
+    for each suffix of no picture, film, sound or PDF file.
 
     Args:
+        text: The source.
         options: How items are read.
 
     Raises:
-        ConfigError: It names nothing, or a list that cannot be used as a whole; or a package is not
-            installed. The message names the fix.
+        ConfigError: The text names nothing, or an unusable list; or a package is not installed. The
+            message names the fix.
     """
     options = options or ReadOptions()
     if scheme_of(text) == "file":
@@ -148,7 +149,7 @@ def _items_of_file(path: Path, options: ReadOptions) -> Iterator[SourceItem]:
 
 
 def _walk(folder: Path) -> Iterator[Path | tuple[Path, str]]:
-    """Files below a folder in order, and with a reason folders that are not looked into."""
+    """Yield files below a folder in order, and, with a reason, folders that are not entered."""
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -167,7 +168,7 @@ def _walk(folder: Path) -> Iterator[Path | tuple[Path, str]]:
 
 
 def _glob_items(pattern: str, options: ReadOptions) -> Iterator[SourceItem]:
-    """What a glob matches; documents are named from its last folder without a wildcard on."""
+    """Yield the items of a glob; documents are named from its last folder without a wildcard."""
     root = Path(pattern).absolute()
     while glob.has_magic(str(root)):
         root = root.parent
@@ -216,7 +217,7 @@ def _item_of_path(path: Path, root: Path, options: ReadOptions, problem: str) ->
 
 
 def _pages_of(item: SourceItem) -> Iterator[SourceItem]:
-    """A PDF file's pages; any other item as it is.
+    """Yield a PDF file's pages; any other item as it is.
 
     A file whose pages cannot be counted is one item that cannot be read.
     """
@@ -255,7 +256,7 @@ def _list_items(path: Path, options: ReadOptions) -> Iterator[SourceItem]:
 
 
 def _check_list(path: Path) -> None:
-    """Refuse a list whose first row is none, since that is what its others will be too.
+    """Refuse a list whose first row is invalid, since the others will be, too.
 
     Raises:
         ConfigError: The message names the line and the fix.
@@ -271,7 +272,7 @@ def _check_list(path: Path) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, with their number; of a longer one its beginning."""
+    """Yield lines that are not empty, with their number; of a too long one its beginning."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(_MAX_LINE_BYTES + 1):
@@ -286,12 +287,12 @@ def _item_of_line(line: bytes, folder: Path, options: ReadOptions) -> SourceItem
     """Make an item of a row.
 
     Raises:
-        ValueError: It is none. The message says what to mend.
+        ValueError: The row is invalid. The message says what to fix.
     """
     if len(line) > _MAX_LINE_BYTES:
         raise ValueError(f"it is longer than {_MAX_LINE_BYTES} bytes")
     try:
-        # pandas writes a gap as NaN, which is no JSON for others. 1e999 would be read as infinity.
+        # pandas writes a gap as NaN, which is not JSON. 1e999 would be read as infinity.
         rest = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
     except (ValueError, RecursionError) as exc:
         raise ValueError(f"it is no JSON ({exc})") from exc
@@ -301,7 +302,7 @@ def _item_of_line(line: bytes, folder: Path, options: ReadOptions) -> SourceItem
     uri = _place(rest, folder)
     try:
         suffix = suffix_of(uri)
-    except ValueError:  # whose message repeats a part of it
+    except ValueError:  # its message repeats a part of the URL
         raise ValueError("its place is no URL") from None
     page = _page(rest.pop("page", None))
     modality = rest.pop("modality", None) or suffixes().get(suffix, "image")
@@ -336,7 +337,7 @@ def _place(rest: dict[str, Any], folder: Path) -> str:
     key, value = given[0]
     if not isinstance(value, str) or not value or not value.isprintable():
         raise ValueError(f"`{key}` is a path or a URL")
-    if value != value.strip():  # a URL would be taken for a path, and be told as it is
+    if value != value.strip():  # a URL would be taken for a path, and printed with its secrets
         raise ValueError(f"`{key}` begins or ends with a space")
     if scheme_of(value):
         return value
@@ -344,7 +345,7 @@ def _place(rest: dict[str, Any], folder: Path) -> str:
 
 
 def _page(value: Any) -> int | None:
-    """A page's number; pandas writes whole numbers with gaps as floats."""
+    """Parse a page's number; pandas writes whole numbers as floats if a column has gaps."""
     if value is None:
         return None
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())

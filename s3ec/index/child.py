@@ -31,31 +31,31 @@ from s3ec.store.base import Store
 from s3ec.store.places import served_by
 
 LISTING_EVERY_S = 86400.0
-"""Of a fleet that writes one engine lists the objects so often."""
+"""How often one engine of a writing fleet lists the objects."""
 _RAISED = {each.__name__: each for each in (UnavailableError, AccessError, TierError)}
 LONGEST_S = 7200.0
-"""A child that takes longer hangs: by then its claim is worth nothing."""
-# One that is killed may still wait for a disk.
+"""A child that takes longer is taken to hang: by then its claim has expired."""
+# The wait for a killed child, which may still wait for a disk.
 _LAST_S = 5.0
 # Tries of one request.
 _ATTEMPTS = 5
 _NICE = 19
-# A child finds its modules where its parent does, and not in the folder where it was started.
+# A child finds its modules where its parent does, not in the folder where it was started.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.readline()); "
     f"from {__name__} import main; main()"
 )
-# What a child says in the end, and what it may say before: warnings of libraries.
+# The most of a child's output that an error shows; libraries may print warnings before.
 _SAID_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to do.
+    """The work for a child.
 
     Attributes:
         kind: ``fetch`` downloads a snapshot and makes its filter; ``union`` and ``listing`` make a
-            snapshot, write it to the bucket, and leave it here with its filter.
+            snapshot, write it to the bucket, and keep it on this node with its filter.
         namespace: Its name.
         folder: The node's folder of the index.
         snapshot: For ``fetch``: ``ULID-LISTED``.
@@ -70,28 +70,28 @@ class Job:
 
 
 Jobs: TypeAlias = Callable[[Job], Awaitable[str]]
-"""Runs a job; returns the name of the snapshot; empty where there was nothing to do.
+"""Runs a job; returns the name of the snapshot; empty if there was nothing to do.
 
 Raises UnavailableError, AccessError, CorruptEntryError or TierError as the work does.
 """
 
 
 def in_child(settings: Settings) -> Jobs:
-    """Runs jobs in a child process, which ends with this one.
+    """Run jobs in a child process, which ends with this one.
 
     Args:
-        settings: With which the child opens the bucket.
+        settings: The child opens the bucket with them.
     """
 
     async def run(job: Job) -> str:
-        # Settings go through a pipe, since everybody may read a command line.
+        # Settings go through a pipe, since every user can read a command line.
         order = json.dumps({"job": asdict(job), "settings": settings.model_dump(mode="json")})
         with TemporaryFile("w+", errors="replace") as file:
             child = _start(file)
             try:
                 status = await asyncio.to_thread(_wait_for, child, order)
             finally:
-                child.kill()  # where this was cancelled
+                child.kill()  # in case this was cancelled
             file.seek(0)
             said = file.read()
         try:
@@ -111,7 +111,7 @@ def in_child(settings: Settings) -> Jobs:
 
 
 def in_process(store: Store) -> Jobs:
-    """Runs jobs here, for commands and for tests whose bucket no child can reach."""
+    """Run jobs in this process, for commands and for tests whose bucket no child can reach."""
     return lambda job: _work(job, store)
 
 
@@ -131,7 +131,7 @@ async def _work(job: Job, store: Store) -> str:
             except CorruptEntryError as exc:
                 if not replicas:
                     raise
-                # Says nothing of home's, which does not answer now.
+                # Home's copy may be good; home does not answer now.
                 raise UnavailableError(f"the copy of a replica: {exc}") from exc
         return str(name)
     made = None
@@ -143,7 +143,7 @@ async def _work(job: Job, store: Store) -> str:
 
 
 def _start(file: IO[str]) -> subprocess.Popen[str]:
-    """A child that writes what it says into a file. A millisecond; raises UnavailableError."""
+    """Start a child whose output goes to a file. A millisecond; raises UnavailableError."""
     command = [sys.executable, "-P", "-c", _PROGRAM]
     try:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file, text=True)
@@ -152,13 +152,13 @@ def _start(file: IO[str]) -> subprocess.Popen[str]:
 
 
 def _wait_for(child: subprocess.Popen[str], order: str) -> int:
-    """Give a child its order; returns its exit status. Raises UnavailableError where it hangs.
+    """Send a child its order; returns its exit status. Raises UnavailableError if it hangs.
 
-    Its input stays open as long as this process lives: its end tells the child to end.
+    Its input stays open as long as this process lives: when the input ends, the child ends.
     """
     if child.stdin is None:
         raise RuntimeError("a child process without an input")
-    with suppress(BrokenPipeError):  # it says why, or ends without a word
+    with suppress(BrokenPipeError):  # the child has ended, with or without a message
         child.stdin.write(f"{json.dumps(sys.path)}\n{order}\n")
         child.stdin.flush()
     try:
@@ -177,7 +177,7 @@ def _wait_for(child: subprocess.Popen[str], order: str) -> int:
 
 
 def main() -> None:
-    """Do what stands in the first line of the input, and say in one line what came of it."""
+    """Run the order in the input's second line, and print the result as the last line."""
     os.nice(_NICE)
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -206,12 +206,12 @@ async def _open_and_work(order: dict[str, dict[str, object]]) -> str:
         opened = open_store(settings, patient=True)
     except ConfigError as exc:
         raise AccessError(str(exc)) from exc
-    # As a command: nobody waits for it, so it needs no breaker.
+    # As in a command: no request waits for it, so it needs no breaker.
     store: Store = RetryStore(opened, Counters(), attempts=_ATTEMPTS)
     if job.kind == "fetch":
         is_entry = Layout(job.namespace).is_entry
         store = open_places(settings, store, Counters(), is_entry=is_entry) or store
-    else:  # an index is made of what home holds, or not at all
+    else:  # an index is made only from what home holds
         store = deleting_everywhere(settings, store)
     try:
         return await _work(job, store)

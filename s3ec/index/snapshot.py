@@ -46,12 +46,12 @@ _MAX_NBYTES = 2**32 - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Columns of equal length; nobody writes to them.
+    """Columns of equal length; they are never written to.
 
     Attributes:
         hi: First halves of the digests, shape (n,), uint64.
         lo: Second halves, shape (n,), uint64.
-        nbytes: Sizes of the objects, 0 where not known, shape (n,), uint32.
+        nbytes: Sizes of the objects, 0 if not known, shape (n,), uint32.
     """
 
     hi: Array
@@ -60,7 +60,7 @@ class Rows:
 
     @classmethod
     def of(cls, digests: Sequence[bytes], nbytes: Sequence[int]) -> Rows:
-        """Rows in the given order. A size that does not fit counts as not known."""
+        """Make rows in the given order. A size that does not fit counts as not known."""
         halves = np.frombuffer(b"".join(digests), ">u8").reshape(-1, 2)
         sizes = [size if 0 <= size <= _MAX_NBYTES else 0 for size in nbytes]
         return cls(halves[:, 0].astype("<u8"), halves[:, 1].astype("<u8"), np.array(sizes, "<u4"))
@@ -72,11 +72,11 @@ class Rows:
         """The rows of a slice (views), or at some positions (copies)."""
         if isinstance(which, slice):
             return Rows(self.hi[which], self.lo[which], self.nbytes[which])
-        # Unlike an index, `take` keeps no other thread out.
+        # Unlike an index, `take` does not block other threads.
         return Rows(self.hi.take(which), self.lo.take(which), self.nbytes.take(which))
 
     def part(self, number: int) -> Rows:
-        """Views of those whose digest begins with ``number``, 0..PARTS-1; they must be sorted."""
+        """Views of the rows whose digest begins with ``number``, 0..PARTS-1; needs sorted rows."""
         shift = 64 - (PARTS.bit_length() - 1)
         start = int(np.searchsorted(self.hi, np.uint64(number << shift)))
         stop = len(self)
@@ -86,7 +86,7 @@ class Rows:
 
 
 def is_sorted(hi: Array, lo: Array) -> bool:
-    """True if digests rise strictly; some temporary bytes a row."""
+    """True if digests rise strictly; takes some temporary bytes per row."""
     rises = hi[1:] > hi[:-1]
     if rises.all():
         return True
@@ -95,7 +95,7 @@ def is_sorted(hi: Array, lo: Array) -> bool:
 
 def sorted_order(hi: Array, lo: Array) -> Array:
     """Positions of the rows by rising digest; of equal ones the last stays last."""
-    # Stable, and quick on runs that are sorted already, which is what gets merged.
+    # Stable, and quick on sorted runs, which merges consist of.
     order = np.argsort(hi, kind="stable")
     found = hi[order]
     same = found[1:] == found[:-1]
@@ -110,7 +110,7 @@ def sorted_order(hi: Array, lo: Array) -> Array:
 
 
 def merge(parts: Sequence[Rows]) -> Rows:
-    """One row for each digest of all parts, sorted; that of the last part where several have it."""
+    """Merge parts, sorted, with one row per digest; of several that of the last part."""
     rows = concat(parts)
     if is_sorted(rows.hi, rows.lo):
         return rows
@@ -121,7 +121,7 @@ def merge(parts: Sequence[Rows]) -> Rows:
 
 
 def concat(parts: Sequence[Rows]) -> Rows:
-    """All parts one after the other; a single part is returned as it is."""
+    """Concatenate parts; a single part is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -134,12 +134,12 @@ def concat(parts: Sequence[Rows]) -> Rows:
 
 
 def without(rows: Rows, others: Rows) -> Rows:
-    """The rows whose digest is not among others; both sorted, without duplicates."""
+    """The rows whose digest is not in ``others``; both sorted, without duplicates."""
     return rows.select(np.flatnonzero(~is_in(rows, others)))
 
 
 def is_in(rows: Rows, others: Rows) -> Array:
-    """Whether each digest is among others; both sorted, without duplicates; shape (len(rows),)."""
+    """A mask of digests that are in ``others``; both sorted and unique; shape (len(rows),)."""
     both = concat([rows, others])
     order = sorted_order(both.hi, both.lo)
     hi, lo = both.hi[order], both.lo[order]
@@ -167,10 +167,10 @@ def fences_of(hi: Array) -> Array:
 
 
 def columns_of(rows: Rows) -> dict[str, Array]:
-    """The columns of a file of some rows, which are sorted and without duplicates (see merge).
+    """The columns of a file of rows, which are sorted and without duplicates (see merge).
 
     Raises:
-        CorruptEntryError: There are too many.
+        CorruptEntryError: There are too many rows.
     """
     if len(rows) > MAX_ROWS:
         raise CorruptEntryError(f"{len(rows)} rows are over the limit", reason="size")
@@ -179,7 +179,7 @@ def columns_of(rows: Rows) -> dict[str, Array]:
 
 
 def encode(rows: Rows, namespace: str) -> list[bytes | memoryview]:
-    """The pieces of a file of some rows. Takes and raises what columns_of does."""
+    """Encode rows as the pieces of a file. Rows and errors are as for columns_of."""
     metadata = {"s3ec": KIND, "namespace": namespace}
     return safetensors_file.encode_columns(metadata, columns_of(rows))
 
@@ -187,10 +187,10 @@ def encode(rows: Rows, namespace: str) -> list[bytes | memoryview]:
 def rows_in_header(front: FileHeader, kinds: dict[str, str], name: str) -> int:
     """How many rows a file has by its header, whose columns must be those of ``kinds``.
 
-    Columns beside those of rows may have any length.
+    Columns other than those of rows may have any length.
 
     Raises:
-        CorruptEntryError: They are others, or do not agree on the number of rows.
+        CorruptEntryError: The columns are others, or differ in the number of rows.
     """
     places = front.places
     if {column: place.kind for column, place in places.items()} != kinds or any(
@@ -214,7 +214,7 @@ class Segment:
     A mapped file must never be shortened. Dropping the last reference unmaps it.
 
     Attributes:
-        name: What errors call it.
+        name: Its name in errors.
         rows: All rows, as views that keep the file mapped.
         fences: First row of each slot.
         blob: The bytes of its file; empty for rows of memory.
@@ -239,8 +239,8 @@ class Segment:
         self.blob = memoryview(b"") if blob is None else blob
         self.shift = 64 - ((len(fences) - 1).bit_length() - 1)
         self._front = front
-        # Items of memoryviews cost half of what numpy's do. A blob from the network may lie at any
-        # address, and where numbers are not aligned memoryviews give none: those are copied.
+        # Items of memoryviews cost half as much as numpy's. A blob from the network may be at any
+        # address, and memoryviews cannot read unaligned numbers: those are copied.
         self._hi, self._lo, self._fence = (
             np.require(column, requirements="A").data for column in (rows.hi, rows.lo, fences)
         )
@@ -250,7 +250,7 @@ class Segment:
         """Map a file that was checked before; only its header is read.
 
         Raises:
-            CorruptEntryError: Not a file of this namespace and size.
+            CorruptEntryError: It is not a file of this namespace and size.
             OSError: It cannot be opened.
         """
         whole = safetensors_file.map_file(path)
@@ -266,15 +266,14 @@ class Segment:
         kind: str = KIND,
         more: dict[str, str] | None = None,
     ) -> Segment:
-        """A file's bytes; checks the structure, not the columns (see check).
+        """Parse a file's bytes; checks the structure, not the columns (see check).
 
         Args:
-            kind: What the file must be.
-            more: Its columns beside those of rows, name to type; see ``column``.
+            kind: The kind that the file must have.
+            more: Its columns other than those of rows, name to type; see ``column``.
 
         Raises:
-            CorruptEntryError: As for open. ``reason`` is ``version`` where it is of another
-                format.
+            CorruptEntryError: As for open. ``reason`` is ``version`` if it has another format.
         """
         whole = memoryview(blob)
         front = safetensors_file.parse_columns(
@@ -286,7 +285,7 @@ class Segment:
 
     @classmethod
     def of(cls, rows: Rows) -> Segment:
-        """Sorted rows in memory."""
+        """Make a segment of sorted rows in memory."""
         return cls(rows, fences_of(rows.hi))
 
     def __len__(self) -> int:
@@ -294,7 +293,7 @@ class Segment:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What its file says of itself."""
+        """The metadata in its file's header; empty for rows of memory."""
         return dict(self._front.metadata) if self._front else {}
 
     def column(self, name: str) -> Array:
@@ -318,7 +317,7 @@ class Segment:
                 return -1
             if self._lo[row] == lo:
                 return row
-        except IndexError:  # behind the last row; fences of a broken file may point anywhere
+        except IndexError:  # past the last row; fences of a broken file may point anywhere
             return -1
         # Several digests share their first half; that is rare.
         end = bisect_right(his, hi, row)
@@ -326,11 +325,11 @@ class Segment:
         return row if row < end and self._lo[row] == lo else -1
 
     def lookup_parts(self) -> tuple[int, memoryview[int], memoryview[int], memoryview[int]]:
-        """Shift, fences, first and second halves, for a caller that does ``find`` inline."""
+        """Shift, fences, first and second halves, for a caller that inlines ``find``."""
         return self.shift, self._fence, self._hi, self._lo
 
     def nbytes(self, row: int) -> int:
-        """Size of the object of a row that find gave; 0 where it is not known."""
+        """Size of the object of a row that ``find`` returned; 0 if not known."""
         return int(self.rows.nbytes[row])
 
     def check_bytes(self) -> None:
@@ -357,26 +356,26 @@ _RUN_ROWS = 2**20  # in memory before they are written: 20 bytes each, three tim
 
 
 class Spill:
-    """Collects rows of any order and number, and gives them back part by part.
+    """Collects rows of any order and number, and returns them part by part.
 
-    They lie in files without names, which end with the process. Blocking.
+    The rows are in files without names, which end with the process. Blocking.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Touches nothing.
+        """Make no file yet.
 
         Args:
-            folder: For the files; None for the system's place.
+            folder: For the files; None for the system's.
         """
         self._folder = folder
         self._waiting: list[Rows] = []
         self._runs: list[Rows] = []
 
     def add(self, rows: Rows) -> None:
-        """Take some rows; later ones win.
+        """Add rows; of equal digests the later row counts.
 
         Raises:
-            TierError: The disk did not take them.
+            TierError: The disk refused.
         """
         self._waiting.append(rows)
         if sum(map(len, self._waiting)) >= _RUN_ROWS:
@@ -389,7 +388,7 @@ class Spill:
             self._runs.append(on_disk([run], self._folder))
 
     def part(self, number: int) -> list[Rows]:
-        """What was added of one part, in the order in which it came; for ``merge``.
+        """The added rows of one part, in the order of ``add``; for ``merge``.
 
         Raises:
             TierError: The disk refused.
@@ -403,7 +402,7 @@ class Spill:
 
 
 def on_disk(parts: Iterable[Rows], folder: Path | None) -> Rows:
-    """All parts one after the other, in mapped files without names. Blocking.
+    """Write parts one after the other into mapped files without names. Blocking.
 
     Raises:
         TierError: The disk refused.
@@ -422,13 +421,13 @@ def on_disk(parts: Iterable[Rows], folder: Path | None) -> Rows:
 
 def _mapped_column(file: BinaryIO, kind: str) -> Array:
     file.flush()
-    if not file.tell():  # nothing cannot be mapped
+    if not file.tell():  # an empty file cannot be mapped
         return np.empty(0, kind)
     return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), kind)
 
 
 def anonymous_file(folder: Path | None) -> BinaryIO:
-    """A file without a name. Raises TierError where the disk refuses."""
+    """Make a file without a name. Raises TierError if the disk refuses."""
     try:
         return tempfile.TemporaryFile(dir=folder)
     except OSError as exc:
@@ -436,9 +435,9 @@ def anonymous_file(folder: Path | None) -> BinaryIO:
 
 
 def write_rows(file: BinaryIO, namespace: str, parts: Iterable[Rows], folder: Path | None) -> None:
-    """Write a whole file of rows that come part by part, each sorted, and one behind the other.
+    """Write a whole file of rows from sorted parts, in their order.
 
-    The disk holds everything twice meanwhile; memory a part and the fences.
+    Meanwhile the disk holds everything twice; memory holds a part and the fences.
 
     Args:
         file: Empty.
@@ -446,7 +445,7 @@ def write_rows(file: BinaryIO, namespace: str, parts: Iterable[Rows], folder: Pa
         folder: For temporary files.
 
     Raises:
-        CorruptEntryError: There are too many.
+        CorruptEntryError: There are too many rows.
         TierError: The disk refused.
     """
     pieces = encode(on_disk(parts, folder), namespace)

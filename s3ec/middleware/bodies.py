@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of requests, as an ASGI middleware reads, changes and hands them on.
+"""Bodies of requests, as an ASGI middleware reads, changes and passes them on.
 
-Ours run before vLLM's, which asks for the API key. So they look at it themselves before they read a
-body. Standard library only: the API server imports this.
+Our middleware runs before vLLM's, which checks the API key. So it checks the key itself before it
+reads a body. Standard library only: the API server imports this.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 LIMIT_VARIABLE = "S3EC_MAX_REQUEST_BYTES"
 # A few dozen photographs as data URLs.
 DEFAULT_LIMIT_BYTES = 128 * 2**20
-# Of all clients together, where no single body may be larger.
+# The bytes of all clients together, if no single body may be larger.
 _ROOM_BYTES = 2**30
-# Below these paths vLLM asks for a key: those of 0.26, unless the server's own can be read.
+# Paths for which vLLM requires a key: those of 0.26, unless the server's own can be read.
 _GUARDED = ("/v1",)
 _GUARD = "vllm.entrypoints.serve.middleware.authenticate"
 
@@ -45,7 +45,7 @@ class Room:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        """All is free.
+        """Make a room of which all is free.
 
         Args:
             limit_bytes: The largest body that is read. One of them always fits.
@@ -55,15 +55,15 @@ class Room:
 
 @dataclass(slots=True)
 class Received:
-    """What came of a request's body; ``let_go`` ends the hold on it.
+    """The part of a request's body that has been read; ``let_go`` releases it.
 
     Attributes:
-        room: What its bytes are taken from.
-        messages: In their order, as the server gave them.
+        room: Its bytes are taken from this room.
+        messages: The server's messages, in order.
         size: Bytes of body in them.
-        is_whole: Whether the body has ended. If not, it is over the limit, the client left, or the
+        is_whole: True if the body has ended. If not, it is over the limit, the client left, or the
             room is full.
-        has_left: Whether the client did.
+        has_left: True if the client left.
     """
 
     room: Room
@@ -74,18 +74,18 @@ class Received:
 
     @property
     def body(self) -> bytes:
-        """All that came."""
+        """The bytes that have been read."""
         return b"".join(message.get("body", b"") for message in self.messages)
 
     def take(self, message: Message) -> None:
-        """Hold one more."""
+        """Keep one more message."""
         nbytes = len(message.get("body", b""))
         self.messages.append(message)
         self.size += nbytes
         self.room.free_bytes -= nbytes
 
     def let_go(self) -> None:
-        """Hold nothing any more; a second time changes nothing."""
+        """Release all messages. Idempotent."""
         self.room.free_bytes += sum(len(message.get("body", b"")) for message in self.messages)
         self.messages.clear()
 
@@ -94,7 +94,7 @@ async def read(receive: Receive, limit_bytes: int, received: Received) -> None:
     """Read a body up to its end, the limit, the client's disconnect, or until the room is full.
 
     Args:
-        received: Takes what comes. Its owner lets go of it, also where this is cancelled.
+        received: Gets the messages. Its owner releases it, also after a cancellation.
     """
     while received.size <= limit_bytes and not received.is_whole and received.room.free_bytes > 0:
         message = await receive()
@@ -106,19 +106,19 @@ async def read(receive: Receive, limit_bytes: int, received: Received) -> None:
 
 
 def whole(body: bytes) -> Message:
-    """The one message of a request with this body."""
+    """Make the single message of a request with this body."""
     return {"type": "http.request", "body": body, "more_body": False}
 
 
 class Replay:
-    """Gives messages again, and then what the server has to say, such as a disconnect.
+    """Returns messages again, and then the server's next ones, such as a disconnect.
 
     Attributes:
-        is_over: Whether the client has left.
+        is_over: True if the client has left.
     """
 
     def __init__(self, messages: Iterable[Message], receive: Receive) -> None:
-        """Nothing is given yet."""
+        """Start with the first message."""
         self._left = list(messages)[::-1]
         self._receive = receive
         self.is_over = False
@@ -130,7 +130,7 @@ class Replay:
 
 
 class TwiceSeen:
-    """Notes whether an object holds a name twice: another parser could take the other value."""
+    """Notes if an object has a name twice: another parser could take the other value."""
 
     def __init__(self) -> None:
         self.found = False
@@ -143,7 +143,7 @@ class TwiceSeen:
 
 
 def compact_json(content: Any) -> bytes:
-    """JSON without spaces, in ASCII: whatever strings hold can be written so."""
+    """JSON without spaces, in ASCII, which can hold any string."""
     return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
@@ -152,23 +152,23 @@ async def answer(send: Send, status: int, text: str) -> None:
     error = {"message": text, "type": "BadRequestError", "param": None, "code": status}
     body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if status in (401, 413, 503):  # what is left of the body is not read
+    if status in (401, 413, 503):  # the rest of the body is not read
         headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """A header's value; empty where there is none.
+    """A header's value; empty if there is none.
 
-    Also where there are several: no two servers agree which one counts.
+    It is also empty if there are several: servers differ on which one counts.
     """
     found = [value for key, value in scope["headers"] if key.lower() == name]
     return bytes(found[0]) if len(found) == 1 else b""
 
 
 def hashed_keys(args: Any) -> tuple[bytes, ...]:
-    """SHA-256 of each API key that vLLM's server takes; empty where it asks for none.
+    """SHA-256 of each API key that vLLM's server accepts; empty if it requires none.
 
     Args:
         args: The server's command line.
@@ -179,25 +179,25 @@ def hashed_keys(args: Any) -> tuple[bytes, ...]:
 
 
 def has_key(scope: Scope, hashed: tuple[bytes, ...]) -> bool:
-    """Whether vLLM will let a request in (0.32, authenticate.py)."""
+    """True if vLLM will accept a request's key (0.32, authenticate.py)."""
     guarded = getattr(sys.modules.get(_GUARD), "GUARDED_PREFIX", _GUARDED)
     path = str(scope["path"]).removeprefix(scope.get("root_path") or "")
     if not hashed or not path.startswith(guarded):
         return True
     scheme, _, key = header(scope, b"authorization").partition(b" ")
     given = hashlib.sha256(key).digest()
-    # All of them, so that the time tells nothing.
+    # Compare with all of them, so that the time reveals nothing.
     found = [secrets.compare_digest(given, each) for each in hashed]
     return scheme.lower() == b"bearer" and any(found)
 
 
 def is_json(content_type: bytes) -> bool:
-    """Whether a server will read a body of this type as JSON."""
+    """True if a server will read a body of this type as JSON."""
     return _JSON_TYPE.fullmatch(content_type.strip()) is not None
 
 
 def with_length(scope: Scope, length: int) -> Scope:
-    """The scope of the same request with another body."""
+    """The scope of the same request with a body of another length."""
     dropped = (b"content-length", b"transfer-encoding")
     kept = [(key, value) for key, value in scope["headers"] if key.lower() not in dropped]
     return {**scope, "headers": [*kept, (b"content-length", b"%d" % length)]}
@@ -207,7 +207,7 @@ def limit_bytes() -> int:
     """The largest body that is read, from the environment.
 
     Raises:
-        ConfigError: That is no number of bytes.
+        ConfigError: The variable is not a number of bytes.
     """
     text = os.environ.get(LIMIT_VARIABLE, "")
     if not text:

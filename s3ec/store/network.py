@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way to a server by the environment's word: its proxy, and the authorities to trust.
+"""The way to a server by environment and settings: its proxy, and the authorities to trust.
 
-Decided once for a store and handed to each client. Left to themselves they differ: botocore knows
-neither ``ALL_PROXY`` nor networks in ``NO_PROXY``, obstore knows no ports there, and only obstore
-reads ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``.
+It is decided once for a store and passed to each client. By themselves the clients differ:
+botocore knows neither ``ALL_PROXY`` nor networks in ``NO_PROXY``, obstore knows no ports there,
+and only obstore reads ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """An HTTP proxy; ``str`` of it has no credentials and is for people.
+    """An HTTP proxy; its ``str`` has no credentials and is for messages.
 
     Attributes:
         url: With its user name and password.
@@ -45,10 +45,10 @@ class Proxy:
 
 
 def proxy_for(url: str) -> Proxy | None:
-    """The proxy that the environment names for a server; None where there is none.
+    """The proxy that the environment names for a server; None if there is none.
 
-    Of two spellings of a variable the one in lower case counts. That of the URL's scheme goes
-    before ``ALL_PROXY``.
+    Of two spellings of a variable the one in lower case counts. The variable of the URL's scheme
+    overrides ``ALL_PROXY``.
 
     Raises:
         ConfigError: The proxy cannot be used.
@@ -64,10 +64,10 @@ def proxy_for(url: str) -> Proxy | None:
 
 
 def _covers(entry: str, host: str, port: int) -> bool:
-    """Whether an entry of ``NO_PROXY`` is about a server.
+    """True if an entry of ``NO_PROXY`` covers a server.
 
-    It is a name, which stands for all below it too, an address, a network, or a pattern with ``*``;
-    each may have a port.
+    An entry is a name, which also covers all names below it, an address, a network, or a pattern
+    with ``*``; each may have a port.
     """
     name, _, its_port = entry.rpartition(":")
     if its_port.isdecimal() and (name.endswith("]") or (name and ":" not in name)):
@@ -90,12 +90,12 @@ def _usable(name: str, value: str) -> Proxy:
             parts.scheme in _PORTS
             and _HOST.fullmatch(parts.hostname or "") is not None
             and parts.port != 0
-            # Such as half of a password with a `#`.
+            # Such as the rest of a password with a `#`.
             and not (parts.path.strip("/") + parts.query + parts.fragment)
             # botocore cannot send others.
             and unquote((parts.username or "") + (parts.password or "")).isascii()
         )
-    except ValueError:  # its text repeats what was given
+    except ValueError:  # its text repeats the value
         is_usable = False
     if not is_usable:
         variable = f"{name}_proxy"
@@ -108,7 +108,7 @@ def _usable(name: str, value: str) -> Proxy:
 
 
 def roots_for(settings: Settings, core: Any) -> str:
-    """PEM file of the authorities to trust beside the system's; those of the SDK by default.
+    """PEM file of the authorities to trust in addition to the system's; by default the SDK's.
 
     Args:
         core: A session of botocore, which knows the profile.
@@ -117,10 +117,10 @@ def roots_for(settings: Settings, core: Any) -> str:
 
 
 def check_roots(settings: Settings, core: Any) -> None:
-    """Look at the PEM file that somebody has named.
+    """Check the PEM file that settings, profile or environment name.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not a PEM file.
     """
     source, path = _named_roots(settings, core)
     if not path:
@@ -135,7 +135,7 @@ def check_roots(settings: Settings, core: Any) -> None:
 
 
 def _named_roots(settings: Settings, core: Any) -> tuple[str, str]:
-    """Who names a file, and its path; empty where nobody does."""
+    """The setting or variable that names a PEM file, and its path; empty if none does."""
     if settings.ca_bundle:
         return "`ca_bundle`", str(settings.ca_bundle)
     if path := core.get_config_variable("ca_bundle"):
@@ -144,7 +144,7 @@ def _named_roots(settings: Settings, core: Any) -> tuple[str, str]:
 
 
 def certificates(path: str | Path) -> bytes:
-    """The certificates of a PEM file, without what else people put there.
+    """Read the certificates of a PEM file, and nothing else in it.
 
     OpenSSL skips a byte order mark and private keys, and obstore does not.
     """

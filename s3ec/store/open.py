@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From settings to a store: the transport, what stands around it, and what the server promises."""
+"""Opens stores by the settings: the transport, its wrappers, and a probe of conditional writes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from s3ec.tenant import read_secret
 
 PROBE_PREFIX = ".s3ec-probe/"
 KEPT_PROBE = f"{PROBE_PREFIX}kept"
-"""One small object that stays, however often it is written."""
+"""One small object that is kept; further writes change nothing."""
 PROBE_BODY = b"s3ec asked whether If-None-Match is honoured here; this can be deleted\n"
 log = logging.getLogger(__name__)
 
 
 def open_store(settings: Settings, *, patient: bool = False) -> Store:
-    """Make the store that the settings ask for; no request goes out yet.
+    """Make the store that the settings describe; no request is sent yet.
 
     Args:
         settings: Where the bucket is and how to reach it.
-        patient: Whether a request waits for credentials as long as a look for them takes: a command
-            has nothing else to do, an engine has.
+        patient: True if a request waits for credentials until a search for them ends, as in a
+            command; an engine must not wait.
 
     Raises:
         ConfigError: Profile, region or CA file cannot be used, or the transport is not installed.
@@ -51,10 +51,10 @@ def open_store(settings: Settings, *, patient: bool = False) -> Store:
 
 
 def check_transport(settings: Settings) -> None:
-    """Imports no SDK.
+    """Check whether the transport is installed, without an import of the SDK.
 
     Raises:
-        ConfigError: The S3 client that the settings ask for is not installed.
+        ConfigError: The S3 client that the settings name is not installed.
     """
     if settings.transport == "aioboto3" and importlib.util.find_spec("aioboto3") is None:
         raise ConfigError(
@@ -66,11 +66,11 @@ def check_transport(settings: Settings) -> None:
 def open_places(
     settings: Settings, home: Store, counters: Counters, *, is_entry: Callable[[str], bool]
 ) -> PlacesStore | None:
-    """Home with the replicas of the settings before it; None where there are none.
+    """Make a store of home and the replicas of the settings; None if there are no replicas.
 
     Args:
-        home: With all that makes bad days bearable around it.
-        is_entry: Whether a name is an entry's.
+        home: With its retries and breaker around it.
+        is_entry: True for the name of an entry.
 
     Raises:
         ConfigError: As open_store, for a replica.
@@ -80,7 +80,7 @@ def open_places(
 
 
 def deleting_everywhere(settings: Settings, home: Store) -> Store:
-    """Home for a command, which reads there alone, and deletes in the replicas as well.
+    """Make a store for a command, which reads only from home, and deletes in the replicas as well.
 
     Raises:
         ConfigError: As open_store, for a replica.
@@ -94,14 +94,14 @@ def _open_replicas(settings: Settings, counters: Counters, *, patient: bool = Fa
     for replica in settings.replicas:
         opened = open_replica(settings, replica, patient=patient)
         endpoint = Endpoint(settings.max_concurrency)
-        # Not hedged by itself: the next place is.
+        # Not hedged: a late read goes to the next place.
         store = resilient(opened, endpoint, counters, hedge=False)
         places.append(Place(replica.name, store, endpoint, counters, fill=replica.fill))
     return places
 
 
 def open_replica(settings: Settings, replica: Replica, *, patient: bool = False) -> Store:
-    """A replica of the settings, as open_store; no request goes out yet."""
+    """Open a replica of the settings, as open_store; no request is sent yet."""
     if replica.url is None:
         return open_store(settings.at(replica), patient=patient)
     from s3ec.store.redis_store import RedisStore
@@ -120,14 +120,14 @@ def open_replica(settings: Settings, replica: Replica, *, patient: bool = False)
 
 
 def resilient(store: Store, endpoint: Endpoint, counters: Counters, *, hedge: bool) -> Store:
-    """The store, with all that makes bad days bearable around it."""
+    """Wrap a store with breaker, retries and, if ``hedge``, hedged reads."""
     if hedge:
         store = HedgeStore(store, endpoint, counters)
     return RetryStore(BreakerStore(store, endpoint, counters), counters, endpoint=endpoint)
 
 
 def probe_name(begin: str = PROBE_PREFIX) -> str:
-    """A new name for a throw-away object."""
+    """Make a new name for a throw-away object."""
     return begin + secrets.token_hex(8)
 
 
@@ -138,8 +138,8 @@ async def probe_conditional_put(store: Store, name: str = KEPT_PROBE) -> bool | 
     processes share it.
 
     Returns:
-        True where the second writer of a name is refused, False where it overwrites or the header
-        itself is refused. None where this identity may not write, so it does not matter to it.
+        True if the second writer of a name is refused, False if it overwrites or the header itself
+        is refused. None if this identity may not write, so that it does not matter.
 
     Raises:
         UnavailableError: The store does not answer now; ask again later.
@@ -148,7 +148,7 @@ async def probe_conditional_put(store: Store, name: str = KEPT_PROBE) -> bool | 
         await store.put_if_absent(name, [PROBE_BODY])
         await store.put_if_absent(name, [PROBE_BODY])
     except ConflictError:
-        # The first of the two says so where the object was kept.
+        # Already the first write is refused if the object was kept.
         return True
     except AccessError as exc:
         log.info("cannot tell whether conditional writes are honoured: %s", exc)
@@ -157,19 +157,19 @@ async def probe_conditional_put(store: Store, name: str = KEPT_PROBE) -> bool | 
 
 
 async def with_conditional_put(store: Store) -> Store:
-    """The store, or HeadBeforePut around it where ``If-None-Match: *`` is not honoured.
+    """Return the store, in a HeadBeforePut if ``If-None-Match: *`` is not honoured.
 
-    Costs what probe_conditional_put costs, and raises what it raises.
+    Costs and errors are those of probe_conditional_put.
     """
     return HeadBeforePut(store) if await probe_conditional_put(store) is False else store
 
 
 class HeadBeforePut(Wrapper):
-    """A Store for servers that do not honour ``If-None-Match: *``: looks before it writes.
+    """A Store for servers that do not honour ``If-None-Match: *``: checks before it writes.
 
-    Two writers can still both pass the look; then the later one wins. Entries are
-    content-addressed, so that is a wasted upload and no more, but nothing that needs exactly one
-    winner may run on such a server.
+    Two writers can still both pass the check; then the later one wins. Entries are
+    content-addressed, so that is only a wasted upload, but nothing that needs exactly one winner
+    may run on such a server.
     """
 
     def __init__(self, inner: Store) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores that send a request more than once: after a failure, and beside an answer that is late.
+"""Stores that send a request more than once: after a failure, or if its response is late.
 
 The budget of the endpoint pays for both: each operation pays in, see RetryStore.
 """
@@ -22,23 +22,23 @@ from s3ec.store.endpoint import BreakerOpenError, Endpoint
 T = TypeVar("T")
 Call = Callable[[], Awaitable[Blob | None]]
 
-# The pause before the first repetition is up to this, before the next one up to twice as much.
+# The longest pause before the first repetition; before each further one twice as much.
 _BASE_DELAY_S = 0.1
-# A caller that is asked to wait longer than this has better to do, or a queue of its own.
+# After a longer pause no caller would still wait; some have a queue of their own.
 _LONGEST_DELAY_S = 5.0
 
 
 class RetryStore(Wrapper):
-    """Tries an unavailable operation again, after a pause of random length (full jitter).
+    """Repeats an unavailable operation after a pause of random length (full jitter).
 
-    The pause is at least as long as the server asks for. Nothing is repeated that the budget does
-    not allow, that did not fail alone, or whose pause would end after the caller's deadline. A
-    listing is not repeated: its caller asks again at the next refresh anyway.
+    The pause is at least as long as the server asks for. An operation is not repeated if the budget
+    does not allow it, if others failed too, or if the pause would end after the caller's deadline.
+    A listing is not repeated: its caller lists again at the next refresh anyway.
 
     Args:
         attempts: Requests at most for one operation.
-        endpoint: Whose budget and breaker are asked before a repetition. None for people's
-            commands, which ask little.
+        endpoint: Its budget and breaker decide on a repetition. None for commands, which send few
+            requests.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RetryStore(Wrapper):
         self._uniform = uniform
 
     async def ask(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a request that is not one of Store's, with the same repetitions."""
+        """Make a request that Store does not have, with the same repetitions."""
         return await self._around(op, name, call)
 
     async def _around(self, op: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
@@ -83,7 +83,7 @@ class RetryStore(Wrapper):
             await self._sleep(delay_s)
 
     async def delete_many(self, names: Sequence[str]) -> dict[str, S3ECError]:
-        """As Store's; the names that may yet be deleted are asked for again, alone."""
+        """As Store's; a repetition has only the names that may still be deleted."""
         left: dict[str, S3ECError] = {}
         wanted = list(names)
 
@@ -101,7 +101,7 @@ class RetryStore(Wrapper):
         try:
             await self._around("delete_many", "\n".join(names), ask)
         except (UnavailableError, AccessError) as exc:
-            if not left:  # there was no answer about any of them
+            if not left:  # no response named any of them
                 raise
             if exc not in left.values():
                 left.update(dict.fromkeys(wanted, exc))
@@ -112,7 +112,7 @@ class RetryStore(Wrapper):
         return max(drawn_s, exc.retry_after_s or 0.0)
 
     def _may_repeat(self, delay_s: float) -> bool:
-        """Whether it makes sense, is right, and can be afforded."""
+        """True if deadline, breaker and budget allow a repetition after this pause."""
         if delay_s > _LONGEST_DELAY_S or delay_s >= seconds_left():
             return False
         if self._endpoint is None:
@@ -121,7 +121,7 @@ class RetryStore(Wrapper):
 
 
 HEDGED_BYTES = 8 * 2**20
-"""Larger bodies are not asked for twice: throughput sets their time, and a second one halves it."""
+"""Larger bodies are not requested twice: a second request would halve the throughput of both."""
 
 _SAMPLES = 128
 _FEWEST = 32
@@ -129,15 +129,14 @@ _LATE = 0.95
 
 
 class HedgeStore(Wrapper):
-    """Sends a late GET once more, over another connection, and gives up the one that loses.
+    """Sends a late GET a second time, over another connection, and cancels the slower one.
 
-    Late is later than nineteen in twenty of about its size. All transports speak HTTP/1.1, so a
-    connection carries one request at a time. Nothing is sent a second time that the budget does not
-    allow, while requests wait for a place, or before enough was seen to tell what late is. One
-    event loop.
+    Late means later than nineteen in twenty of about its size. All transports speak HTTP/1.1, so a
+    connection carries one request at a time. No second request is sent if the budget does not allow
+    it, while requests wait for a place, or before enough response times are known. One event loop.
 
     Args:
-        endpoint: Whose places the second requests take, and whose budget pays for them.
+        endpoint: Second requests take its places and its budget.
     """
 
     def __init__(self, inner: Store, endpoint: Endpoint, counters: Counters) -> None:
@@ -154,7 +153,7 @@ class HedgeStore(Wrapper):
         return await self._hedged(length, lambda: self._inner.get_range(name, start, length))
 
     async def _hedged(self, nbytes: int, call: Call) -> Blob | None:
-        # Sizes are told apart by factors of two.
+        # Sizes are grouped by factors of two.
         times = self._times[nbytes.bit_length()]
         late_s = times.quantile(_LATE)
         clock = asyncio.get_running_loop().time
@@ -163,12 +162,12 @@ class HedgeStore(Wrapper):
             result = await call()
         else:
             result = await self._race(call, late_s)
-        if result is not None:  # that there is nothing is said sooner
+        if result is not None:  # a 404 comes sooner
             times.add(clock() - started)
         return result
 
     async def _race(self, call: Call, late_s: float) -> Blob | None:
-        """The answer that comes first; an error only where both failed, then the first one's."""
+        """Return the first response; if both requests fail, raise the first one's error."""
         first = asyncio.ensure_future(call())
         asked = [first]
         try:
@@ -185,10 +184,10 @@ class HedgeStore(Wrapper):
         finally:
             for each in asked:
                 each.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)  # they give back what they hold
+            await asyncio.gather(*asked, return_exceptions=True)  # they release what they hold
 
     def _begin_second(self, call: Call) -> asyncio.Task[Blob | None] | None:
-        """Send it once more, where that is affordable."""
+        """Send the second request, if places and budget allow it."""
         if not self._places.try_take():
             return None
         if not self._budget.take():
