@@ -28,7 +28,7 @@ def main() -> None:
     except SystemExit:
         raise
     except BaseException:
-        # Before any command began, or in C code, which makes another error of it.
+        # Ctrl-C came before any command began, or in C code, which turned it into another error.
         if not was_interrupted():
             raise
         from s3ec.cli.output import ended_by
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _end_soon() -> None:
-    """Spare the interpreter a look through all that was imported, which takes 0.2 s.
+    """Spare the interpreter a search through all imported objects, which takes 0.2 s.
 
     Not with vLLM: its libraries would list on stderr what is left.
     """
@@ -51,5 +51,5 @@ def _on_ctrl_c(number: int, frame: FrameType | None) -> None:
 
 
 def was_interrupted() -> bool:
-    """Whether Ctrl-C has come: what it raised may have been lost in a library, or made an error."""
+    """True if Ctrl-C has come: a library may have dropped or replaced its exception."""
     return signal.getsignal(signal.SIGINT) is signal.SIG_DFL

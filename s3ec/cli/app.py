@@ -44,11 +44,11 @@ class Root(Group):
     """Imports the module of a command on demand, and reports the errors of all commands."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names of all commands and groups."""
+        """The names of all commands and groups."""
         return list(_MODULES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """One command, or None. An unknown name imports all commands, so that one is suggested."""
+        """Return a command, or None. An unknown name imports all, so that one can be suggested."""
         if cmd_name not in self.commands:
             wanted = _MODULES.get(cmd_name)
             for module in [wanted] if wanted else dict.fromkeys(_MODULES.values()):
@@ -64,7 +64,7 @@ class Root(Group):
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
         """Read the options before the first command."""
-        words = list(args)  # reading takes the list apart
+        words = list(args)  # the parser consumes the list
         with reporting(words):
             ctx = super().make_context(info_name, args, parent, **extra)
         ctx.meta[_WORDS] = words

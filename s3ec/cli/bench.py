@@ -21,15 +21,15 @@ from s3ec.errors import ConfigError, S3ECError
 if TYPE_CHECKING:
     from s3ec.corpus.encoder import Picture
 
-# An A4 page at 150 dots per inch; what is on it does not matter to an encoder.
+# An A4 page at 150 dots per inch; its content does not matter to an encoder.
 _PAGE = (1240, 1754)
-# The first ones compile, and load what is loaded when it is needed.
+# The first encodes compile, and load lazily loaded modules.
 _FIRST = 4
 _METRICS = ("vllm:s3ec_encode_seconds_total", "vllm:s3ec_encoded_rows_total")
 _ENGINE_DEFAULTS: Mapping[str, Any] = {
     # Random weights take as long as trained ones, and need no download.
     "load_format": "dummy",
-    "disable_log_stats": False,  # the figures are metrics
+    "disable_log_stats": False,  # the results are metrics
     "max_num_batched_tokens": 8192,
     "max_model_len": 8192,
 }
@@ -161,7 +161,7 @@ def _measure(
         "weights": "name",
     }
     (scratch / "bucket").mkdir()
-    settings = Settings.model_validate(values)  # variables are about another corpus
+    settings = Settings.model_validate(values)  # without variables, which name another corpus
     encoder = VllmEncoder(model, settings, engine_args={**_ENGINE_DEFAULTS, **given}, batch=1)
     first: tuple[float, float] | None = None
     try:

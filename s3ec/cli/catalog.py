@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from s3ec.identity import Layout
     from s3ec.store.base import Store
 
-# More than anybody reads at a terminal.
+# More rows than are useful at a terminal.
 _SHOWN_ROWS = 1000
 _SUMMED = ("document", "identifier", "modality", "bytes", "time")
 _COLUMNS = ("document", "page", "modality", "rows", "bytes", "age_s", "identifier")
@@ -52,7 +52,7 @@ commands.add_typer(group, name="catalog")
 
 
 def _read(source: SettingsSource) -> tuple[str, pa.Table]:
-    """The namespace that fits, and its catalogue. What was left out is named."""
+    """The namespace that fits, and its catalogue. Parts that are left out are named."""
     from s3ec.corpus.catalog import read_table
 
     def note(text: str) -> None:

@@ -52,7 +52,7 @@ commands = App()
 
 
 def _row(entry: CorpusEntry, now_s: float) -> dict[str, Any]:
-    """What a listing says of an entry, by the keys of docs/commands.md."""
+    """The listed values of an entry, by the keys of docs/commands.md."""
     return {
         "label": entry.label,
         "identifier": entry.identifier,
@@ -95,7 +95,7 @@ def ls(
         limit = 0 if as_lines else _LIMIT
     count = nbytes = 0
     now_s = time.time()
-    # Progress would take lines on stdout for its own.
+    # Progress would erase lines of stdout.
     shown = nullcontext(unreported) if as_lines else counting("listing")
     with shown as report, source.corpus() as corpus:
         name = source.choose(corpus)
@@ -106,7 +106,7 @@ def ls(
             for entry in corpus.list(name):
                 count += 1
                 nbytes += entry.nbytes
-                # What was stored after the snapshot makes it no total.
+                # Entries stored after the snapshot are not in this number, so it is no total.
                 report("listing", count, None if total is None or count > total else total)
                 yield entry
 
@@ -132,7 +132,7 @@ def _label(entry: CorpusEntry) -> str:
 
 
 def _indexed(corpus: Corpus, namespace: str) -> int | None:
-    """About how many entries there are: those of the newest snapshot; None without one."""
+    """About how many entries there are, by the newest snapshot; None without one."""
     from s3ec.index.maker import newest_rows
 
     return corpus.within(newest_rows, namespace)

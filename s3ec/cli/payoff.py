@@ -193,7 +193,7 @@ def advise(
 def _pages(
     settings: Any, vllm_args: list[str], images: Path | None, found: Measured
 ) -> Mapping[str, Any] | None:
-    """What the model's processor makes of the pictures; None, and a note, where it fails."""
+    """The measurements of the model's processor; None, and a note, if it fails."""
     from s3ec.doctor.pages import pictures_in
     from s3ec.doctor.serving import VllmChild, has_vllm
 
@@ -216,7 +216,7 @@ def _show(known: Known, found: Measured, as_json: bool) -> None:
     try:
         inputs = inputs_of(known, found)
     except ConfigError as exc:
-        if found.notes:  # what was to be measured and was not may be why
+        if found.notes:  # a failed measurement may be the reason
             raise ConfigError(f"{'; '.join(found.notes)}; {exc}", field=exc.field) from exc
         raise
     payoff = pay_off(inputs)

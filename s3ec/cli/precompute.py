@@ -217,7 +217,7 @@ def _ray_options(engine: str, given: dict[str, Any]) -> RayOptions | None:
 
 @contextmanager
 def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Have the first Ctrl-C or SIGTERM end the job in order; the second one is as usual."""
+    """Make the first Ctrl-C or SIGTERM end the job in order; the second one works as usual."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -236,7 +236,7 @@ def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def _new_log() -> Path:
-    """An empty file for what vLLM and its processes write."""
+    """An empty file for the output of vLLM and its processes."""
     with tempfile.NamedTemporaryFile(
         prefix="s3ec-precompute-", suffix=".log", delete=False
     ) as file:

@@ -78,7 +78,7 @@ def rm(
             entries = many(found.count, "entry", "entries")
             return found.count, f"{entries}, {human_bytes(found.nbytes)}, from {name}"
 
-        # What is absent may be in the index, so it is deleted as well.
+        # An absent entry may be in the index, so it is deleted as well.
         found, _ = consent.carry_out(delete, told, as_json=as_json)
     absent = [typed[one] for one in found.absent]
     for text in absent:
@@ -101,7 +101,7 @@ def rm(
 
 
 def _named(corpus: Corpus, namespace: str, text: str) -> str | CorpusEntry:
-    """The entry whose hash begins so; the text itself where it is no beginning, or of none."""
+    """The entry whose hash begins with the text; the text itself if there is no such entry."""
     from s3ec.corpus import is_hash_prefix
 
     is_cut = is_hash_prefix(text) and len(text.rpartition(":")[2]) < _HASH_DIGITS

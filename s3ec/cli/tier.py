@@ -138,7 +138,7 @@ def ls(
     _, inspection = _open(source)
     name: str | None = None
     scanned: list[ScannedEntry] = []
-    # A folder without namespaces is that of a node on which nothing was stored yet.
+    # A folder without namespaces belongs to a node on which nothing was stored yet.
     if inspection is not None and (namespace is not None or inspection.namespaces()):
         name = _choose(inspection, namespace)
         with counting("counting entries") as report:
@@ -269,7 +269,7 @@ def evict(
 
 
 def _open(source: SettingsSource) -> tuple[Settings, Inspection | None]:
-    """Settings and folder. Where nothing has been stored yet, a note is printed and it is None."""
+    """Settings and folder. If nothing has been stored yet, it prints a note and returns None."""
     from s3ec.tier.inspection import Inspection, NoTierError
 
     loaded = source.load(need_bucket=False)
@@ -289,7 +289,7 @@ def _open(source: SettingsSource) -> tuple[Settings, Inspection | None]:
 
 
 def _choose(inspection: Inspection, begin: str | None) -> str:
-    """The namespace that is named or begins so; the only one where none is named."""
+    """The namespace with this name or beginning; without one, the only namespace."""
     names = inspection.namespaces()
     found = [begin] if begin in names else [name for name in names if name.startswith(begin or "")]
     if len(found) == 1:

@@ -130,7 +130,7 @@ def verify(
 
 
 def _repairable(found: Audit) -> str:
-    """What a repair would do; empty where there is nothing that it can do."""
+    """What a repair would do; empty if it can do nothing."""
     wanted = []
     if found.deep is not None and found.deep.bad:
         wanted.append(f"delete {many(len(found.deep.bad), 'corrupt object')}")
@@ -142,14 +142,14 @@ def _repairable(found: Audit) -> str:
 
 
 def _is_mended(found: Audit, done: Repair) -> bool:
-    """Whether nothing is left to complain about."""
+    """True if no fault is left."""
     deep, catalog = found.deep, found.catalog
     if deep is not None and (deep.unread or deep.corrupt > len(deep.bad) or done.spared):
         return False
     return catalog is None or not catalog.problem
 
 
-# What stands behind the counts.
+# The words after the counts.
 _ABOUT = {
     "entry_count": "in the index",
     "object_count": "in the bucket",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bucket of a corpus, open for a program without a loop: what jobs and ``Corpus`` work on.
+"""The bucket of a corpus, open for a program without a loop; jobs and ``Corpus`` work on it.
 
-What is done runs on an asyncio loop of its own in one thread, so it also works in a notebook, where
-a loop runs already, and several threads may share one.
+Its work runs on an asyncio loop of its own in one thread, so it also works in a notebook, where a
+loop runs already, and several threads may share it.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ log = logging.getLogger(__name__)
 
 NAMESPACE_VARIABLE = "S3EC_NAMESPACE"
 ATTEMPTS = 5
-"""Of each request: work of thousands of requests should not end with the first that fails."""
+"""Attempts of each request: work of thousands of requests must not end with the first failure."""
 _CLOSE_S = 5.0
 _DISK_THREADS = 4
 
 
 class OpenBucket:
-    """A store with retries, a thread whose loop works on it, and the namespace that is meant.
+    """A store with retries, a thread with a loop that works on it, and the chosen namespace.
 
     States: open until ``close``, then closed for good. It opens no connection before the first
-    call that needs one. A forked child opens one of its own. Safe to use from any thread.
+    call that needs one. A forked child opens a bucket of its own. Safe to use from any thread.
 
     Attributes:
-        settings: Where it is.
+        settings: The settings of the corpus.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class OpenBucket:
         spell: Spell = as_argument,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        """For programs that have settings at hand; others call ``Corpus.open``.
+        """Open a bucket by loaded settings; other programs call ``Corpus.open``.
 
         Args:
             settings: Where the corpus is.
             store: The bucket, without retries; opened from the settings if None.
             attempts: How often each request is sent at most.
             spell: How messages spell arguments.
-            note: Told which namespace was taken where several fit; the log if None.
+            note: Called with a message on the choice if several namespaces fit; the log if None.
 
         Raises:
             ConfigError: Profile, region or CA file cannot be used.
@@ -80,10 +80,10 @@ class OpenBucket:
         self._store = RetryStore(opened, Counters(), attempts=attempts)
         self._spell = spell
         self._note = note or (lambda text: log.info("%s", text))
-        # Nobody's scheduler is beside it, as beside a node's.
+        # As many disk threads as a node has at most: no scheduler runs in this process.
         self._thread = LoopThread("s3ec-corpus", disk_threads=_DISK_THREADS)
         self._closed = False
-        # Several threads may fill these, each with the same.
+        # Several threads may fill these, each with the same values.
         self._chosen: dict[tuple[str | None, str | None], str] = {}
         self._writable: Store | None = None
 
@@ -91,7 +91,7 @@ class OpenBucket:
         return f"{type(self).__name__}({str(self.settings.corpus)!r})"
 
     def close(self) -> None:
-        """Let go of connections, within 10 s. Calling it again does nothing."""
+        """Close the connections, within 10 s. Idempotent."""
         if self._closed:
             return
         with suppress(UnavailableError, TimeoutError):
@@ -112,12 +112,12 @@ class OpenBucket:
         """The key of an identifier, a label or an object's name.
 
         Returns:
-            None where nothing can be stored under it.
+            The key; None if nothing can be stored under it.
         """
         return key_of(text, self.tenant)
 
     def index_folder(self, layout: Layout) -> NodeFolder:
-        """This node's files of the index, by which its engines hear of deletions."""
+        """This node's files of the index, where its engines read of deletions."""
         from s3ec.index.local import NodeFolder
 
         root = Path(os.path.realpath(self.settings.cache_dir))
@@ -128,8 +128,8 @@ class OpenBucket:
 
         Raises:
             NotFoundError: The bucket has none, or none that fits.
-            AmbiguousError: Several models fit, or the store says of none when it was written; the
-                message lists what to choose from.
+            AmbiguousError: Several models fit, or the store has no times of writing; the message
+                lists the choices.
         """
         origin, variable = "", os.environ.get(NAMESPACE_VARIABLE)
         if variable and not namespace and not model:
@@ -147,10 +147,10 @@ class OpenBucket:
     def run(self, work: Callable[[Store], Awaitable[T]]) -> T:
         """Run a coroutine of s3ec's own parts on the store, and wait. For jobs and commands.
 
-        Whoever breaks it off, as Ctrl-C does, waits until the coroutine has cleaned up.
+        After an interruption, such as Ctrl-C, it waits until the coroutine has cleaned up.
 
         Raises:
-            S3ECError: The corpus is closed; and what the coroutine raises.
+            S3ECError: The corpus is closed; and errors of the coroutine.
         """
         ended = threading.Event()
 
@@ -187,9 +187,9 @@ class OpenBucket:
         """As run, on one namespace.
 
         Args:
-            write: It is changed: refuse one that a newer s3ec made, and find out first whether the
-                server honours conditional writes.
-            dry_run: It is only said what would change. The server is not asked, and writes nothing.
+            write: True to change it: refuse a namespace that a newer s3ec made, and probe first
+                whether the server honours conditional writes.
+            dry_run: True if ``work`` only reports what would change: then nothing is probed.
 
         Raises:
             ConfigError: See ``write``.
@@ -207,7 +207,7 @@ class OpenBucket:
         return self.run(call)
 
     def change(self, work: Callable[[Store], Awaitable[T]], namespace: str) -> T:
-        """As run, where a namespace is changed that may not be there yet.
+        """As run, to change a namespace, which need not exist yet.
 
         Raises:
             ConfigError: A newer s3ec made it.
@@ -224,9 +224,9 @@ class OpenBucket:
 
     def _submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         if self._closed:
-            coroutine.close()  # nobody will await it
+            coroutine.close()  # it will not be awaited
             raise S3ECError("this corpus is closed; open another one")
         try:
             return self._thread.submit(coroutine)
-        except RuntimeError as exc:  # it ends just now, or no descriptor is left
+        except RuntimeError as exc:  # it is just closing, or no descriptor is left
             raise S3ECError(f"this corpus cannot be used: {exc}") from exc

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A catalogue in memory: looked up by file, document and identifier, without a lock or a request.
 
-A row is kept as its columns, and each way to look it up as a sorted hash with the row's number: in
-all some 400 bytes for each row.
+A row is kept as its columns, and each lookup key as a sorted hash with the row's number: in all
+some 400 bytes per row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CatalogIndex:
 
     @classmethod
     def from_table(cls, table: pa.Table) -> CatalogIndex:
-        """Of a table as read_table returns it; about 1 s for a million rows."""
+        """Index a table that read_table has returned; about 1 s for a million rows."""
         return cls(table)
 
     def __init__(self, table: pa.Table | None = None) -> None:
@@ -42,18 +42,18 @@ class CatalogIndex:
             whole = table.combine_chunks()
             self._columns = {name: whole.column(name).chunk(0) for name in VALUES}
             self._columns["time"] = self._columns["time"].view(pa.int64())
-        # Python's own, which is keyed: nobody can choose texts that all have one hash.
+        # Python's own hash, which is keyed: no client can choose texts that all have one hash.
         self._hashes = {name: _sorted_hashes(self._columns.get(name)) for name in _KEYS}
 
     def __len__(self) -> int:
         return self._count
 
     def by_sha256(self, sha256: str) -> CatalogRow | None:
-        """The row of a file's content; of several the one that was stored last."""
+        """The row of a file's content; of several rows the one that was stored last."""
         return max(self._rows("sha256", sha256), key=lambda row: row.stored_s, default=None)
 
     def by_identifier(self, identifier: str) -> CatalogRow | None:
-        """The row of an embedding; of several the one that was stored last."""
+        """The row of an embedding; of several rows the one that was stored last."""
         return max(self._rows("identifier", identifier), key=lambda row: row.stored_s, default=None)
 
     def by_document(self, document: str, page: int | None = None) -> list[CatalogRow]:

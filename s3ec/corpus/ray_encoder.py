@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encode on a Ray cluster: Ray Data runs one vLLM in each worker.
 
-``RayEncoder`` hands chunks of items to ``Dataset.map_batches`` and joins the results. Ray places
-the workers, starts them again, and retries the chunks of one that died. A chunk says where its
-items lie, not their bytes: the worker reads them.
+``RayEncoder`` passes chunks of items to ``Dataset.map_batches`` and joins the results. Ray places
+the workers, restarts them, and retries the chunks of one that died. A chunk has the addresses of
+its items, not their bytes: the worker reads them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RETRIES = 2  # of a chunk whose worker dies
-_FAILED_CHUNKS = 2  # of each worker, before the job ends: then it is not the pictures
-_CHUNKS_AT_A_TIME = 2  # while one is encoded a worker reads the next one
+_FAILED_CHUNKS = 2  # of each worker, before the job ends: more are not the pictures' fault
+_CHUNKS_AT_A_TIME = 2  # a worker reads the next chunk while one is encoded
 _PLACED_S = 1800.0  # a cluster may have to start a machine for the first worker
 
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """Which cluster, and what a worker takes of it.
+    """The cluster, and the resources of each worker.
 
     Attributes:
-        address: Of the cluster, such as ``auto`` or ``ray://HOST:10001``; None for what
-            ``RAY_ADDRESS`` says, or for the one that this process uses already.
-        workers: How many there are at least and at most.
+        address: Of the cluster, such as ``auto`` or ``ray://HOST:10001``; None for that of
+            ``RAY_ADDRESS``, or for the cluster that this process uses already.
+        workers: The least and the largest number of workers.
         gpus: Of each worker.
         cpus: Of each worker.
     """
@@ -62,7 +62,7 @@ class RayOptions:
 
 
 class Worker:
-    """Encodes chunks; the class that ``map_batches`` makes an actor of. Two threads call it.
+    """Encodes chunks; ``map_batches`` makes actors of this class. Two threads call it.
 
     The engine runs in this process unless the environment says otherwise, so that no other process
     keeps the GPU when a worker is killed.
@@ -107,11 +107,11 @@ class Worker:
         return results
 
     def _read(self, picture: Picture) -> Picture | Encoded:
-        """The picture with its bytes, decoded; or why it cannot be had."""
+        """Read and decode a picture; or return why it cannot be read."""
         item: Any = picture.item
         try:
             found = self._encoder.read(picture.number, item)
-            if picture.uuid is not None:  # the driver does not know the sum
+            if picture.uuid is not None:  # the driver does not know the hash
                 found = replace(found, uuid=f"sha256:{found.sha256}")
             self._encoder.identify(found)
         except EncoderError:
@@ -122,16 +122,16 @@ class Worker:
         return found
 
     def __del__(self) -> None:
-        """Ray Data ends a worker so: let the engine finish its saves."""
+        """Let the engine finish its saves: Ray Data ends a worker by deleting it."""
         if encoder := getattr(self, "_encoder", None):
             encoder.close()
 
 
 class RayEncoder:
-    """An Encoder whose work is done by ``Worker``. See ``encoder.Encoder``.
+    """An Encoder whose work ``Worker`` does. See ``encoder.Encoder``.
 
-    The driver reads no item, and names none: what the catalogue does not know goes to a worker,
-    whose engine does not encode what the bucket holds.
+    The driver reads and names no item: items that the catalogue does not know go to a worker, whose
+    engine does not encode items that the bucket holds.
     """
 
     start_s = 0.0
@@ -143,7 +143,7 @@ class RayEncoder:
 
         Args:
             make_encoder: Called by each worker; can be pickled.
-            chunk: Items that a worker is given at a time.
+            chunk: Items that a worker gets at a time.
 
         Raises:
             ConfigError: Ray is not installed, or no cluster is named.
@@ -166,7 +166,7 @@ class RayEncoder:
         self.is_running = False
 
     def namespace(self) -> Namespace:
-        """See Encoder; a worker's node says it."""
+        """See Encoder; found on a worker's node."""
         return self._found[0]
 
     @property
@@ -199,7 +199,7 @@ class RayEncoder:
     def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
         """See Encoder. Holds all pictures: without their bytes some 1 KiB each."""
         left = {picture.number: picture for picture in pictures}
-        for chunk in (self._chunk, 1):  # what a chunk that failed had is tried alone
+        for chunk in (self._chunk, 1):  # items of a failed chunk are tried alone
             if left and not self._stopped.is_set():
                 self.is_running = True
                 for encoded in self._execute([*left.values()], chunk):
@@ -210,7 +210,7 @@ class RayEncoder:
             yield from (Encoded(number, None, problem) for number in left)
 
     def _execute(self, pictures: list[Picture], size: int) -> Iterator[Encoded]:
-        """Have Ray Data encode some, with a row and a task for each chunk."""
+        """Encode pictures with Ray Data, with a row and a task for each chunk."""
         starts = range(0, len(pictures), size)
         rows = [{"chunk": pickle.dumps(pictures[at : at + size])} for at in starts]
         least, most = (min(each, len(rows)) for each in self._options.workers)
@@ -227,7 +227,7 @@ class RayEncoder:
                 max_concurrent_calls_per_actor=at_a_time,
                 enable_true_multi_threading=True,
             ),
-            max_task_retries=_RETRIES,  # Ray 2.64 takes it in another way; see pyproject.toml
+            max_task_retries=_RETRIES,  # Ray 2.64 takes it differently; see pyproject.toml
             **self._resources,
         )
         context = dataset.context
@@ -252,7 +252,7 @@ class RayEncoder:
 
 
 def _look(make_encoder: Callable[[], Encoder]) -> tuple[Namespace, str]:
-    """In a process of a worker's node: where it saves, and how it names."""
+    """Find the namespace and the naming of a worker; runs in a process of its node."""
     encoder = make_encoder()
     try:
         return encoder.namespace(), encoder.naming
@@ -261,7 +261,7 @@ def _look(make_encoder: Callable[[], Encoder]) -> tuple[Namespace, str]:
 
 
 def _error_of(exc: BaseException) -> S3ECError:
-    """What a worker has raised, or in one line what is wrong with Ray."""
+    """The error that a worker has raised, or Ray's fault in one line."""
     cause: BaseException | None = exc
     while cause is not None:
         if isinstance(cause, ConfigError | EncoderError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes behind a URI, for a job that reads a million of them: bounded, with plain reasons.
+"""Reads the bytes behind a URI, for a job with a million of them: bounded, with plain reasons.
 
-Local files, http and https, objects of S3, and pages of PDF files. Nothing is decoded: what a file
-holds is the encoder's matter. Only pages of a PDF are made here.
+It reads local files, http and https, objects of S3, and pages of PDF files. No file is decoded,
+since the encoder does that. Only pages of a PDF are rendered here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMEOUT_S = 60.0
 DPI = 150
 _DPI_RANGE = range(18, 1201)
 
-# A page of a PDF names its own size; this many pixels are 0.4 GB while it is drawn.
+# A page of a PDF has its own size; this many pixels take 0.4 GB while it is rendered.
 _MAX_PAGE_PIXELS = 100_000_000
 _REDIRECTS = 5
 _CONNECT_S = 10.0
@@ -60,11 +60,11 @@ class ReadOptions:
     Attributes:
         dpi: Dots per inch of a PDF's pages.
         max_bytes: Of one item, and of a PDF file. A larger one is refused.
-        timeout_s: For one item over http, answer and body together; and to draw one page of a
+        timeout_s: For one item over http, response and body together; and to render one page of a
             PDF file.
-        settings: Of the corpus whose credentials and endpoint are used for ``s3://``; None where
-            no object is to be read.
-        asks_http: Whether ``http`` and ``https`` addresses are read.
+        settings: Of the corpus whose credentials and endpoint are used for ``s3://``; None to read
+            no objects.
+        asks_http: True to read ``http`` and ``https`` addresses.
 
     Raises:
         ConfigError: A number is out of its range.
@@ -88,11 +88,11 @@ class ReadOptions:
 
 
 def require(module: str, package: str, why: str) -> Any:
-    """Import what only some sources need.
+    """Import a module that only some sources need.
 
     Args:
-        package: What pip installs.
-        why: What it is needed for.
+        package: The package for pip.
+        why: What the module is needed for.
 
     Raises:
         ConfigError: It is not installed; the message names the fix.
@@ -110,10 +110,10 @@ def scheme_of(uri: str) -> str:
 
 
 def without_secrets(uri: str) -> str:
-    """A URI as others may see it, who read the catalogue or a report.
+    """Remove the secrets of a URI, for readers of the catalogue or a report.
 
-    User name and password go, and of what is no file and no object the query and the fragment: any
-    of them may be a signature. ``?...`` stands for a query, so that what is left is no address of
+    User name and password are removed, and, except for files and objects, query and fragment: any
+    of them may be a signature. ``?...`` replaces a query, so that the result is not the address of
     something else.
     """
     scheme = scheme_of(uri)
@@ -123,7 +123,7 @@ def without_secrets(uri: str) -> str:
     page = _PAGE_OF.search(rest)
     rest = rest if page is None else rest[: page.start()]
     host = _HOST.match(rest)
-    # A password may hold what should have been escaped, such as a slash: then there is no host.
+    # A password may have an unescaped character, such as a slash: then no host matches.
     rest = rest.rpartition("@")[2] if host is None else rest[host.end("user") :]
     if scheme not in ("file", "s3"):
         rest, mark, _ = rest.partition("?")
@@ -135,7 +135,7 @@ def suffix_of(uri: str) -> str:
     """The suffix of the file that a URI or path names, in lower case.
 
     Raises:
-        ValueError: It is no URL; the message may hold what is secret in it.
+        ValueError: It is not a URL; the message may contain its secrets.
     """
     uri = _PAGE_OF.sub("", uri)
     path = urlsplit(uri).path if scheme_of(uri) in ("http", "https", "file") else uri
@@ -160,9 +160,9 @@ def page_uri(uri: str, page: int) -> str:
 
 
 class Reader:
-    """Reads items. Thread-safe; what it needs is opened with the first item that needs it.
+    """Reads items. Thread-safe; connections are opened with the first item that needs them.
 
-    A process has one for each set of options: see ``reader_for``.
+    A process has one reader for each set of options: see ``reader_for``.
     """
 
     def __init__(self, options: ReadOptions) -> None:
@@ -173,21 +173,21 @@ class Reader:
         self._lock = threading.Lock()
         self._http = urllib3.PoolManager(maxsize=16)
         self._buckets: dict[str, OpenBucket] = {}
-        # Their pages are asked for one by one.
+        # Cached, since their pages are read one by one.
         self._distant_pdf = functools.lru_cache(_KEPT_PDFS)(self._whole)
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         for bucket in self._buckets.values():
             bucket.close()
         self._http.clear()
 
     def read(self, uri: str, page: int | None = None) -> bytes:
-        """The bytes that the encoder is given.
+        """Read the bytes of an item for the encoder.
 
         Args:
             uri: ``file``, ``http``, ``https`` or ``s3``.
-            page: Of a PDF file, from 1. Without meaning for other files.
+            page: Of a PDF file, from 1. Ignored for other files.
 
         Raises:
             SourceError: It cannot be read, or it is too large.
@@ -200,14 +200,14 @@ class Reader:
             body = render_page(pdf, page, dpi=dpi, timeout_s=timeout_s)
         else:
             body = self._whole(uri)
-        if len(body) > self._options.max_bytes:  # of a drawn page
+        if len(body) > self._options.max_bytes:  # possible for a rendered page
             raise _too_large(self._options.max_bytes)
         if not body:
             raise SourceError("it is empty")
         return body
 
     def count_pages(self, uri: str) -> int:
-        """The pages of a PDF file; one from elsewhere is downloaded for that.
+        """Count the pages of a PDF file; a remote one is downloaded for it.
 
         Raises:
             SourceError: It cannot be read.
@@ -218,7 +218,7 @@ class Reader:
             return len(document)
 
     def _pdf(self, uri: str) -> Path | bytes:
-        """A local PDF file's path, which opens it for little; the bytes of another one."""
+        """The path of a local PDF file, which is cheap to open; the bytes of a remote one."""
         if scheme_of(uri) == "file":
             path = path_of(uri)
             with _open_regular(path, self._options.max_bytes):
@@ -241,9 +241,9 @@ class Reader:
     # -- http ----------------------------------------------------------------------------------
 
     def _download(self, url: str) -> bytes:
-        """Follow a few redirects, never from https to http.
+        """Download a URL; follow a few redirects, never from https to http.
 
-        No reason repeats the URL: it may hold a signature.
+        No error repeats the URL, which may contain a signature.
         """
         import urllib3
 
@@ -278,7 +278,7 @@ class Reader:
         return self._http.request(
             "GET",
             url,
-            # Compressed on the way it would have to be decoded, and bounded twice.
+            # A compressed body would have to be decoded, and limited twice.
             headers={"Accept-Encoding": "identity", "User-Agent": "s3ec"},
             redirect=False,
             preload_content=False,
@@ -289,7 +289,7 @@ class Reader:
                 status_forcelist=_BUSY,
                 backoff_factor=0.2,
                 raise_on_status=False,
-                # It may ask for an hour.
+                # A server may ask to wait for an hour.
                 respect_retry_after_header=False,
             ),
         )
@@ -300,7 +300,7 @@ class Reader:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise SourceError("the server compressed it though it was asked not to")
         most = self._options.max_bytes
-        # urllib3 before 2.2 has no read1; there a server that sends drop by drop is let do so.
+        # urllib3 before 2.2 has no read1; there a server may send a trickle of bytes.
         read_some = getattr(response, "read1", response.read)
         body = bytearray()
         while piece := read_some(_PIECE_BYTES):
@@ -365,28 +365,28 @@ def reader_for(options: ReadOptions) -> Reader:
 
 
 def read_file(path: Path, *, max_bytes: int) -> bytes:
-    """A local file's bytes.
+    """Read a local file.
 
     Raises:
-        SourceError: It is not there, no file, not to be read, or larger.
+        SourceError: It is absent, not a file, not readable, or larger.
     """
     with _open_regular(path, max_bytes) as file:
         try:
             body = file.read(max_bytes + 1)
         except OSError as exc:
             raise SourceError(_os_reason(exc)) from exc
-    if len(body) > max_bytes:  # it has grown since
+    if len(body) > max_bytes:  # it has grown since the check
         raise _too_large(max_bytes)
     return body
 
 
 def _open_regular(path: Path, max_bytes: int) -> io.BufferedReader:
-    """Open a file, and nothing that could keep its reader waiting."""
+    """Open a regular file; refuse anything that could block its reader."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as exc:
         raise SourceError(_os_reason(exc)) from exc
-    file = open(fd, "rb")  # noqa: SIM115  the caller's, where it is right
+    file = open(fd, "rb")  # noqa: SIM115  the caller closes it
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -408,7 +408,7 @@ def _os_reason(exc: OSError | ValueError) -> str:
 
 
 def _http_reason(exc: Exception) -> str:
-    """What is wrong, without the URL that urllib3 repeats."""
+    """Describe an error without the URL, which urllib3 repeats."""
     reason = getattr(exc, "reason", None)
     cause = reason if isinstance(reason, Exception) else exc
     return f"the server cannot be read from: {type(cause).__name__}"
@@ -424,7 +424,7 @@ def _too_large(max_bytes: int) -> SourceError:
 def render_page(
     pdf: Path | bytes, page: int, *, dpi: int = DPI, timeout_s: float = TIMEOUT_S
 ) -> bytes:
-    """One page of a PDF file as PNG, filled-in form fields included.
+    """Render one page of a PDF file as PNG, filled-in form fields included.
 
     The bytes are the same for the same file, page and dpi while the releases of pypdfium2 and
     Pillow are the same. Takes some 0.1 s at 150 dpi, one page at a time in a process.
@@ -433,10 +433,10 @@ def render_page(
         pdf: The file, or its content.
         page: From 1.
         dpi: Dots per inch.
-        timeout_s: For the drawing. PDFium looks at the clock after each 100 objects of a page.
+        timeout_s: For the rendering. PDFium checks the clock after each 100 objects of a page.
 
     Raises:
-        SourceError: It cannot be opened, has no such page, or the page is too large to be drawn, or
+        SourceError: It cannot be opened, has no such page, or the page is too large to render, or
             takes too long.
         ConfigError: pypdfium2 is not installed.
     """
@@ -444,7 +444,7 @@ def render_page(
     require("PIL.Image", "pillow", "A PDF file")
     with _pdfium, _open_pdf(pdf) as document:
         try:
-            document.init_forms()  # before anything else that looks at pages
+            document.init_forms()  # before any access to pages
             if not 1 <= page <= len(document):
                 raise SourceError(f"it has {len(document)} pages, and no page {page}")
             sheet = document[page - 1]
@@ -464,7 +464,7 @@ def render_page(
 
 
 def _draw(pdfium: Any, sheet: Any, scale: float, timeout_s: float) -> Any:
-    """A page as a Pillow image, the same that pypdfium2's ``render`` makes, which has no limit."""
+    """Render a page as a Pillow image, as pypdfium2's ``render`` does, but with a time limit."""
     raw = pdfium.raw
     width, height = (math.ceil(points * scale) for points in sheet.get_size())
     bitmap = pdfium.PdfBitmap.new_native(width, height, raw.FPDFBitmap_BGR)
@@ -485,7 +485,7 @@ def _draw(pdfium: Any, sheet: Any, scale: float, timeout_s: float) -> Any:
 
 
 def _open_pdf(pdf: Path | bytes) -> Any:
-    """To be used as a context, under the lock."""
+    """Open a PDF file; the caller uses it as a context, under the lock."""
     pdfium = require("pypdfium2", "pypdfium2", "A PDF file")
     try:
         return pdfium.PdfDocument(pdf)

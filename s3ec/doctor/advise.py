@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out what ``s3ec advise`` calculates with: measured where that can be done here.
+"""Collects the inputs of ``s3ec advise``: measured values where this machine can measure them.
 
-What cannot be measured is what the user gave, and else an assumption that says so.
+Values from the user come first; a value that is neither given nor measured is a marked assumption.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _LARGE_ENCODER = 2e9  # parameters
 
 @dataclass(slots=True)
 class Measured:
-    """What was measured; None where that was not asked for, or failed.
+    """The measurements; None for one that was not requested, or that failed.
 
     Attributes:
         pages: Of the model's processor, as describe_pages returns it.
         latency: Of the store, at the size of one embedding.
         tier_ms: Of this node's disk, at that size.
-        notes: What failed and why, for people.
+        notes: Messages on failed measurements.
     """
 
     pages: Mapping[str, Any] | None = None
@@ -62,10 +62,10 @@ class Measured:
 
 
 def inputs_of(known: Known, found: Measured) -> Inputs:
-    """Everything that the arithmetic needs, the better source first.
+    """The inputs of the calculation, each from its best source.
 
     Raises:
-        ConfigError: Nothing says how large an embedding is, or how long encoding takes.
+        ConfigError: No source has the size of an embedding, or the time of an encode.
     """
     pages, like = found.pages or {}, known.like
     store = known.store or STORES["aws"]
@@ -74,7 +74,7 @@ def inputs_of(known: Known, found: Measured) -> Inputs:
     rows = _best("rows", known.rows, pages.get("rows"), like_rows, of_pages, of_table)
     width = _best("width", known.width, pages.get("width"), like_width, of_pages, of_table)
     itemsize = _best("itemsize", None, pages.get("itemsize"), 2, "", "bf16 or fp16")
-    # vLLM's arguments give them too.
+    # vLLM's arguments have the number of GPUs, too.
     gpus = _best("gpus", known.gpus or pages.get("gpus"), None, like.gpus if like else 1)
     gpu, gpu_note = _gpu(known, pages)
     tflop, tflops = _work(known, pages, gpu) or (None, 1.0)
@@ -119,10 +119,10 @@ def _best(
     seen_note: str = "",
     guess_note: str = "",
 ) -> Value:
-    """What a person said, else what was measured, else an assumption.
+    """The user's value, else the measured one, else an assumption.
 
     Raises:
-        ConfigError: There is none of them.
+        ConfigError: There is none of these.
     """
     if said is not None:
         return given(said)
@@ -143,7 +143,7 @@ def _of_pages(pages: Mapping[str, Any]) -> str:
 
 
 def _gpu(known: Known, pages: Mapping[str, Any]) -> tuple[Gpu, str]:
-    """The GPU, and how it is known."""
+    """The GPU, and the source of this value."""
     if known.gpu is not None:
         return known.gpu, "by `--gpu`"
     here = preset_of(str(pages.get("gpu")))
@@ -151,13 +151,13 @@ def _gpu(known: Known, pages: Mapping[str, Any]) -> tuple[Gpu, str]:
 
 
 def preset_of(device: str) -> Gpu | None:
-    """The preset of a device as CUDA or ROCm names it, such as ``NVIDIA H100 80GB HBM3``."""
+    """The preset of a device, by its name in CUDA or ROCm, such as ``NVIDIA H100 80GB HBM3``."""
     words = set(re.split(r"[^a-z0-9]+", device.lower()))
     return next((gpu for name, gpu in GPUS.items() if name in words), None)
 
 
 def _work(known: Known, pages: Mapping[str, Any], gpu: Gpu) -> tuple[float, float] | None:
-    """TFLOP of one encode and TFLOP/s of the GPU; None where the encoder is not known."""
+    """TFLOP of one encode and TFLOP/s of the GPU; None if the encoder is not known."""
     encoder, like = pages.get("encoder"), known.like
     if encoder and pages["patches"]:
         tflop = transformer_tflop(**encoder, patches=int(pages["patches"]), span=int(pages["span"]))
@@ -178,7 +178,7 @@ def named_model(vllm_args: Sequence[str]) -> ModelEstimate | None:
 
 
 def use_prices(settings: Settings, known: Known) -> None:
-    """Take a corpus's prices where none are given, and that of bringing it to the first replica."""
+    """Use a corpus's prices if none are given, and the price of a transfer to the first replica."""
     near = settings.replicas[:1]
     crossing, store = crossing_price(settings, *near), STORES["aws"]
     if near:
@@ -192,7 +192,7 @@ def use_prices(settings: Settings, known: Known) -> None:
 def measure_tier(folder: Path, nbytes: int) -> float:
     """Milliseconds to read and check an entry of this size in the cache folder; the median.
 
-    The file is in the page cache, as one that was fetched lately is.
+    The file is in the page cache, as a recently fetched one is.
 
     Raises:
         OSError: The folder cannot be written.
@@ -211,7 +211,7 @@ def measure_tier(folder: Path, nbytes: int) -> float:
 
 
 def measure_here(known: Known, found: Measured, loaded: LoadedSettings) -> None:
-    """Measure bucket and tier at the size that is known by now; what fails becomes a note."""
+    """Measure bucket and tier at the known size of an embedding; a failure becomes a note."""
     nbytes, settings = int(inputs_of(known, found).nbytes), loaded.settings
     if settings.bucket or settings.url:
         context = CheckContext(loaded, {}, None)

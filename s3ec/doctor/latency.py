@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long this store takes from this machine, at the size of one embedding.
+"""Measures this store's latency from this machine, at the size of one embedding.
 
-One throw-away object is written, read many times, and deleted.
+It writes one throw-away object, reads it many times, and deletes it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from s3ec.store.concurrency import in_parallel
 
 READS = 50
 AT_ONCE = 16
-# Reading ends after so many seconds each way, however few reads there were.
+# Each of the two series of reads ends after so many seconds, however few reads it had.
 _LONGEST_S = 20.0
-# Two times of reading, one write and one deletion: in all no longer than so many requests may take.
+# Two series of reads, one write and one deletion may take as long as so many requests.
 MOST_REQUESTS = 12
-# Fewer give no percentiles.
+# The fewest reads that give percentiles.
 _FEWEST = 3
 # As s3ec fetches: larger objects in ranges, all at once.
 _RANGE_BYTES = 4 * 2**20
@@ -31,14 +31,14 @@ _RANGE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StoreLatency:
-    """What was measured.
+    """The result of a measurement.
 
     Attributes:
         nbytes: Of the probe object.
-        reads: So many of them, one at a time.
-        p50_ms, p90_ms, p99_ms: What one of these took.
-        node_mb_s: What came in all with AT_ONCE reads at a time, in MB/s.
-        left: Name of the probe object where it could not be deleted, else None.
+        reads: How many reads were made, one at a time.
+        p50_ms, p90_ms, p99_ms: Percentiles of their times.
+        node_mb_s: Total throughput with AT_ONCE reads at a time, in MB/s.
+        left: Name of the probe object if it could not be deleted, else None.
     """
 
     nbytes: int
@@ -56,18 +56,18 @@ async def measure_store(
     """Write, read and delete one object.
 
     Args:
-        store: Where.
+        store: The store to measure.
         name: Of the object, which must not exist.
         nbytes: Its size.
-        reads: One at a time, and as many again AT_ONCE at a time.
-        longest_s: Each of the two ends after so long.
+        reads: Reads one at a time, and as many again AT_ONCE at a time.
+        longest_s: Each of the two series ends after so many seconds.
 
     Raises:
-        UnavailableError, AccessError: The store did not do its part.
+        UnavailableError, AccessError: The store failed or refused.
         ConflictError: The name is taken.
-        CorruptEntryError: It gave back something else than was written.
+        CorruptEntryError: The read bytes are not those that were written.
     """
-    await store.put_if_absent(name, [os.urandom(nbytes)])  # a server may compress what repeats
+    await store.put_if_absent(name, [os.urandom(nbytes)])  # a server may compress regular bytes
     left: str | None = name
     try:
 
@@ -77,7 +77,7 @@ async def measure_store(
                 raise CorruptEntryError("the probe object came back shorter", reason="length")
             return time.perf_counter() - start_s
 
-        await read()  # connections are opened once in a node's life
+        await read()  # opens the connections, which a node does only once
         alone = await _times(read, reads, 1, longest_s)
         began_s = time.perf_counter()
         together = await _times(read, reads, AT_ONCE, longest_s)
@@ -105,7 +105,7 @@ async def _read(store: Store, name: str, nbytes: int) -> int:
 async def _times(
     read: Callable[[], Awaitable[float]], reads: int, at_once: int, longest_s: float
 ) -> list[float]:
-    """Seconds of each of so many reads, or of those that fit into the time."""
+    """Seconds of each of ``reads`` reads, or of those that fit into the time."""
     end_s = time.perf_counter() + longest_s
     times: list[float] = []
 

@@ -22,7 +22,7 @@ _USEFUL_BYTES = 64 * 2**20  # below this a tier would hold a handful of images
 
 
 def cache_folder(context: CheckContext) -> Outcome:
-    """Whether the tier can keep files there, safe from other users, and what kind of disk it is."""
+    """Check whether the tier can keep files there, safe from other users, and the kind of disk."""
     root = context.settings.cache_dir
     try:
         require_local(root)
@@ -47,7 +47,7 @@ def cache_folder(context: CheckContext) -> Outcome:
 
 
 def _link(path: Path) -> str:
-    """Why the spool could not hold a hard link of a file; empty if it can."""
+    """Why the spool cannot hold a hard link of a file; empty if it can."""
     link = path.with_name(f"{path.name}-link")
     try:
         os.link(path, link)
@@ -80,7 +80,7 @@ def _by_file_system(root: Path) -> Outcome:
 
 
 def cache_space(context: CheckContext) -> Outcome:
-    """Whether the disk has room for `cache_bytes` and `min_free_bytes`."""
+    """Check whether the disk has room for `cache_bytes` and `min_free_bytes`."""
     settings = context.settings
     try:
         used = scan_tier(Folders(settings.cache_dir)).total_bytes
@@ -111,7 +111,7 @@ def _gib(nbytes: int) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
+    """The path itself, or the nearest existing folder above it."""
     while not path.exists():
         path = path.parent
     return path
@@ -119,7 +119,7 @@ def _existing(path: Path) -> Path:
 
 @contextmanager
 def at_folder(root: Path) -> Iterator[Path]:
-    """The cache folder, made as the tier would make it and taken away again if it was absent."""
+    """Provide the cache folder, made as the tier makes it; remove it again if it was absent."""
     made: list[Path] = []
     try:
         for folder in (*reversed(root.parents), root):
@@ -129,7 +129,7 @@ def at_folder(root: Path) -> Iterator[Path]:
         yield root.resolve()
     finally:
         for folder in reversed(made):
-            # Not empty: a tier has moved in meanwhile.
+            # Not empty: a tier uses it by now.
             with contextlib.suppress(OSError):
                 folder.rmdir()
 

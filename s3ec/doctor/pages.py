@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's own processor makes of pictures, without weights and without a GPU.
+"""Measures pictures with vLLM's own processor, without weights and without a GPU.
 
-Runs in the process that imports vLLM. Releases differ in how a processor is called; what does not
-work here raises, and the caller goes on without.
+Runs in the process that imports vLLM. Releases differ in how a processor is called; a call that
+fails raises, and the caller continues without the result.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# A4 at 150 dots per inch, where there are no pictures of one's own.
+# A4 at 150 dots per inch, used if the user gives no pictures.
 ASSUMED_PAGE = (1240, 1754)
-# More say nothing new, and each takes the processor some 50 ms.
+# More pages add no information, and each takes the processor some 50 ms.
 MOST_PAGES = 32
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """The pictures of a folder and below it, by their suffix: evenly chosen, MOST_PAGES at most."""
+    """Find pictures in and below a folder, by their suffix: evenly chosen, at most MOST_PAGES."""
     from s3ec.corpus.sources import suffixes
 
     images = {suffix for suffix, modality in suffixes().items() if modality == "image"}
@@ -31,7 +31,7 @@ def pictures_in(folder: Path) -> list[Path]:
 
 
 def describe_pages(vllm_config: Any, files: Sequence[str]) -> dict[str, Any]:
-    """Size, and the encoder's work, of pictures as this model takes them.
+    """Measure the size of pictures in this model, and the encoder's work for them.
 
     Args:
         vllm_config: vLLM's VllmConfig.
@@ -41,11 +41,11 @@ def describe_pages(vllm_config: Any, files: Sequence[str]) -> dict[str, Any]:
         Medians: ``rows``, ``patches`` and ``span`` (patches that attend to each other) of a
         picture, and ``processor_ms``. Further ``pages`` (how many), ``width``, ``itemsize``,
         ``gpus`` of the engine, ``gpu`` (name of the device here, None without one), and
-        ``encoder``, which has layers, width, inner and gated of the vision transformer, None
-        where its configuration is of an unknown kind.
+        ``encoder``, which has layers, width, inner and gated of the vision transformer, None if
+        its configuration is of an unknown kind.
 
     Raises:
-        Exception: What vLLM, the model's processor or Pillow raises.
+        Exception: Any error of vLLM, the model's processor or Pillow.
     """
     from PIL import Image
     from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -71,7 +71,7 @@ def describe_pages(vllm_config: Any, files: Sequence[str]) -> dict[str, Any]:
         patches.append(count)
         spans.append(span)
     parallel = vllm_config.parallel_config
-    # Qwen3-VL: the output of some layers beside that of the last one.
+    # Qwen3-VL: the output of some layers in addition to that of the last one.
     deepstack = _first(vision, "deepstack_visual_indexes") or ()
     return {
         "pages": len(files),
@@ -102,8 +102,8 @@ def _first(config: Any, *names: str) -> Any:
 def _patches(data: Any, vision: Any) -> tuple[int, int]:
     """Patches of a picture, and how many of them attend to each other.
 
-    Pixels come as tiles (tiles, 3, height, width), as one picture (3, height, width), or as
-    patches (patches, values of one). 0 where they come otherwise.
+    Pixels have the shape of tiles (tiles, 3, height, width), of one picture (3, height, width), or
+    of patches (patches, values of one). Returns 0 for other shapes.
     """
     size = _first(vision, "patch_size")
     if isinstance(size, (tuple, list)):

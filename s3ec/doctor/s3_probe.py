@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single requests by the SDK, for what the Store protocol does not have. Maps the SDK's errors.
+"""Single requests by the SDK that the Store protocol does not have. Maps the SDK's errors.
 
 This is the doctor's only module that imports an SDK. The import takes longer than most checks, so
-it is left to the first check that needs it.
+the first check that needs it makes it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from s3ec.store.s3_client import (
 from s3ec.store.s3_errors import boundary, reading_answer
 
 MOST_PAGES = 50
-"""A listing that goes round in circles ends here."""
+"""The most pages of a listing, in case it never ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerProbe:
-    """The answer to a request without credentials.
+    """The response to a request without credentials.
 
     Attributes:
-        url: Where it was sent, scheme and host.
+        url: The server's URL, scheme and host.
         server: The server's name for itself, or empty.
-        skew_s: The server's clock minus ours, None where it does not say.
-        is_s3: Whether the answer looks like S3's.
-        region: Of the bucket, or empty where the server does not say.
+        skew_s: The server's clock minus ours; None if it does not say.
+        is_s3: True if the response looks like S3's.
+        region: Of the bucket; empty if the server does not say.
     """
 
     url: str
@@ -57,11 +57,11 @@ class ServerProbe:
 class S3Probe:
     """Sends single requests to one bucket, without retries. They block; one thread at a time.
 
-    Each request may take ``read_timeout_s`` of the settings in all: the SDK has timeouts per phase
-    and none over all, so name lookup, credentials and a trickling answer have none. What clients
-    take to be made is not counted, since that is this machine's time.
+    Each request may take ``read_timeout_s`` of the settings in total: the SDK has only timeouts per
+    phase, so name lookup, credentials and a trickling response have none. The time to make a client
+    is not counted, since it is this machine's.
 
-    All methods raise AccessError where they are refused, and UnavailableError where nobody answers.
+    All methods raise AccessError if they are refused, and UnavailableError if no server answers.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -79,14 +79,14 @@ class S3Probe:
             found = self._session.get_credentials()
             if found is None:
                 return None
-            found.get_frozen_credentials()  # where they are fetched, if they have to be
+            found.get_frozen_credentials()  # fetches them if necessary
             return str(found.method)
 
         with self._boundary("credentials"):
             return call_within(self._settings.read_timeout_s, look)
 
     def probe_server(self) -> ServerProbe:
-        """Ask without credentials. Any answer, even a refusal, shows that a server is there."""
+        """Send a request without credentials. Any response, even a refusal, proves a server."""
         way = self._way
         url = f"{way.address.url}/?list-type=2&max-keys=1"
         before_s = time.time()
@@ -108,7 +108,7 @@ class S3Probe:
         )
 
     def pages(self, prefix: str) -> list[list[str]]:
-        """List the names that begin with ``prefix``, one to a page."""
+        """List the names that begin with ``prefix``, one per page."""
         root, pages = self._key(""), list[list[str]]()
         more = {"Prefix": root + prefix}
         while len(pages) < MOST_PAGES:
@@ -123,7 +123,7 @@ class S3Probe:
         return pages
 
     def encryption_of(self, name: str) -> str | None:
-        """How the server says that it has encrypted an object; None if it says nothing."""
+        """The encryption of an object, as the server reports it; None if it reports none."""
         with self._boundary("HEAD"):
             reply = self._ask(self._client, "head_object", Key=self._key(name))
         said: str | None = reply.get("ServerSideEncryption")
@@ -139,7 +139,7 @@ class S3Probe:
         return boundary(what, lambda: self._settings.region or "", self._by)
 
     def _by(self) -> str:
-        way = vars(self).get("_way")  # not made here: what failed may have been that
+        way = vars(self).get("_way")  # not made here, since its making may have failed
         return way.by if way else ""
 
     @cached_property
@@ -151,12 +151,12 @@ class S3Probe:
         return BoundedSession(self._way, self._settings)
 
     def _ask(self, client: Any, operation: str, **params: Any) -> Any:
-        """The SDK's answer to a request about the bucket."""
+        """The SDK's response to a request to the bucket."""
         with reading_answer():
             return getattr(client, operation)(Bucket=self._settings.bucket, **params)
 
     def _send(self, request: Any, **_: Any) -> AWSResponse:
-        """Send what the SDK has prepared, within the time for one request."""
+        """Send a prepared request of the SDK, within the time for one request."""
         return call_within(self._settings.read_timeout_s, partial(self._transport.send, request))
 
     def _key(self, name: str) -> str:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bloom filter in front of rows: it decides most misses by one number of 64 bits.
 
-A key sets five bits of one word. The word comes from the leading bits of the digest, so that sorted
-rows fill one word after the other. The bits are those of a mask, which the last 12 bits choose::
+A key sets five bits of one word. The leading bits of the digest select the word, so that sorted
+rows fill one word after the other. The last 12 bits select a mask with the five bits::
 
     word = ((hi >> 32) * words) >> 32
     mask = MASKS[lo & 4095]
 
 Bit j of mask n is the number in bits 58-6j .. 63-6j of n * 0x9E3779B97F4A7C15. There are two words
-for each nine keys. Such a filter says yes to 0.8% of the keys that were not put in; of these the
-rows decide. A snapshot's filter is a file with nothing but the words, is made on this node and is
-never stored in the bucket.
+for each nine keys. Such a filter passes 0.8% of the keys that were not added; the rows decide about
+these. A snapshot's filter is a file with only the words; it is made on this node and never stored
+in the bucket.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def _masks() -> Array:
 
 _MASKS = _masks()
 MASKS: tuple[int, ...] = tuple(_MASKS.tolist())
-"""For lookups, which take numbers of Python."""
+"""The masks as Python's numbers, for lookups."""
 
 
 def words_for(rows: int) -> int:
-    """How many words the filter of so many keys has: as many in each part of the rows."""
+    """How many words the filter of so many keys has: equally many for each part of the rows."""
     return max(1, -(-2 * rows // (9 * PARTS))) * PARTS
 
 
 def bloom(rows: Rows) -> Iterator[Array]:
-    """The words of some sorted rows, part by part, uint64."""
+    """Yield the words of sorted rows, part by part, uint64."""
     words = words_for(len(rows))
     for number in range(PARTS):
         part = rows.part(number)
@@ -61,13 +61,13 @@ def bloom(rows: Rows) -> Iterator[Array]:
 
 
 def write_bloom(file: BinaryIO, rows: Rows) -> None:
-    """Write the filter of some sorted rows; about 0.1 us a row. Blocking."""
+    """Write the filter of sorted rows; about 0.1 us per row. Blocking."""
     for words in bloom(rows):
         file.write(words.data)
 
 
 def maybe(words: memoryview[int], hi: int, lo: int) -> bool:
-    """Whether a digest may have been put in; never False for one that was.
+    """True if a digest may have been added; never False for one that was.
 
     Args:
         words: The file's, as numbers.

@@ -16,13 +16,13 @@ from s3ec.store.base import ObjectInfo, Store, UnorderedListingError
 from s3ec.store.concurrency import in_parallel
 
 BATCH = 1000
-"""Objects that are handed on at a time: one page of a listing."""
+"""Objects that are yielded at a time: one page of a listing."""
 FEW = 4096
-"""So many are listed one page after the other: requests for each of 256 folders cost more."""
+"""Up to so many objects are listed page by page: requests for each of 256 folders cost more."""
 # In a row: a hundred thousand requests are sent, and some will fail.
 ATTEMPTS = 4
 PAUSE_S = 1.0
-"""Before the second attempt; before each further one it is so much longer."""
+"""The pause before the second attempt; it grows by as much before each further one."""
 _FAN_OUT = re.compile(r"[0-9a-f]{2}/")
 
 
@@ -31,14 +31,14 @@ async def list_side_by_side(
     first: str,
     prefixes: Callable[[], Awaitable[Iterable[str]]],
 ) -> AsyncGenerator[list[ObjectInfo], None]:
-    """List objects, some at a time, in no order. To be closed.
+    """List objects in batches, in no order. The caller closes it.
 
-    Where there are more than FEW objects, all are listed by several requests at a time.
+    If there are more than FEW objects, several requests at a time list them.
 
     Args:
-        first: The prefix of all of them, to see whether they are few.
-        prefixes: Finds prefixes that hold all of them; asked where they are many. Each listing
-            waits until what it found is taken.
+        first: The common prefix of all objects, to find out if they are few.
+        prefixes: Finds prefixes that hold all objects; called if they are many. Each listing waits
+            until its last batch is taken.
 
     Raises:
         UnavailableError: The store does not answer now; part of the listing is missing.
@@ -86,10 +86,10 @@ async def list_objects(
 ) -> AsyncGenerator[list[ObjectInfo], None]:
     """List every entry. Objects that are empty or have no name of ours are left out.
 
-    Costs, order and errors as list_side_by_side; to be closed like it.
+    Costs, order and errors are as for list_side_by_side; the caller closes it.
 
     Args:
-        report: Told how many were taken.
+        report: Called with the number of yielded entries.
     """
     objects, count = layout.objects, 0
     listing = list_side_by_side(store, objects, lambda: leaf_folders(store, objects))
@@ -118,10 +118,10 @@ async def at_most(store: Store, prefix: str, most: int) -> list[ObjectInfo] | No
 
 
 async def listed(store: Store, prefix: str) -> AsyncGenerator[ObjectInfo, None]:
-    """A listing that goes on where it broke off, if the server lists in the order of names.
+    """A listing that resumes after a failure, if the server lists in the order of names.
 
     Raises:
-        UnavailableError: The store does not answer now, or broke off a listing without order.
+        UnavailableError: The store does not answer now, or failed in a listing without order.
         AccessError: It refuses.
     """
     last, in_order, failures = "", True, 0
@@ -156,12 +156,12 @@ async def list_folders(store: Store, prefix: str) -> list[str]:
 
 
 def key_of_object(layout: Layout, name: str) -> Key:
-    """Key of a listed object. Its identifier is empty: a name does not tell it."""
+    """Key of a listed object. Its identifier is empty, since a name does not contain it."""
     below = name.removeprefix(layout.objects)
     return Key("", below, digest_of_name(below))
 
 
 def rows_of(layout: Layout, infos: Sequence[ObjectInfo]) -> Rows:
-    """What a listing says of entries: digest and size; about 3 us each."""
+    """The rows of listed entries: digest and size; about 3 us each."""
     names = [info.name.removeprefix(layout.objects) for info in infos]
     return Rows.of([digest_of_name(name) for name in names], [info.nbytes for info in infos])

@@ -22,24 +22,24 @@ OVERLAY = "overlay"
 MISSING = "missing"
 ROWS, FILTER = ".rows", ".filter"
 _UNUSED_S = 7 * 86400.0
-# Digest, and when it was found gone: seconds since the epoch, by this machine's clock.
+# A digest, and when it was found missing: seconds since the epoch, by this machine's clock.
 _MISSING = struct.Struct("<16sd")
 _MISSING_BYTES = 65_536 * _MISSING.size
 
 
 def no_bound(nbytes: int) -> None:
-    """Room for everything: for folders outside of the tier."""
+    """Accept any size: for folders outside of the tier."""
 
 
 class NodeFolder:
     """Files of the index in one folder. Blocking and thread-safe; touches nothing when it is made.
 
-    A file appears whole, by a rename, and is never changed afterwards: what is mapped stays good
-    when its name is replaced or removed. ``missing`` alone is appended to.
+    A file appears whole, by a rename, and is never changed afterwards: a mapped file stays good
+    when its name is replaced or removed. Only ``missing`` is appended to.
 
     Attributes:
         path: The folder.
-        need_room: Asks for so many bytes, and counts them; TierError where there are none.
+        need_room: Requests so many bytes of the tier, and counts them; TierError if it is full.
         clock: Seconds since the epoch.
     """
 
@@ -51,12 +51,12 @@ class NodeFolder:
         need_room: Callable[[int], None] = no_bound,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Names a folder.
+        """Name a folder; make nothing yet.
 
         Args:
-            path: Made where it is missing, for this user only.
-            above: Folders that it lies in; each must be ours when it is made.
-            need_room: The tier's. A child process has none: its parent asks before it starts.
+            path: Made if it is missing, for this user only.
+            above: Folders that contain it; each must be ours when it is made.
+            need_room: The tier's. A child process has none: its parent calls it before the start.
             clock: Seconds since the epoch; times of files are compared with it.
         """
         self.path = path
@@ -68,12 +68,12 @@ class NodeFolder:
     def of(
         cls, folders: Folders, namespace: str, *, need_room: Callable[[int], None] = no_bound
     ) -> NodeFolder:
-        """The one of a namespace in the node's tier."""
+        """The folder of a namespace in the node's tier."""
         above = (str(folders.root), str(folders.version), str(folders.index))
         return cls(folders.index / namespace, above=above, need_room=need_room)
 
     def make(self) -> None:
-        """Make the folder, and those above it, where they are missing.
+        """Make the folder, and those above it, if they are missing.
 
         Raises:
             TierError: The disk refused, or the folder is not ours.
@@ -89,15 +89,15 @@ class NodeFolder:
             ) from exc
 
     def rows_path(self, name: SnapshotName) -> Path:
-        """Where the rows of a snapshot lie."""
+        """The path of a snapshot's rows."""
         return self.path / f"{name}{ROWS}"
 
     def filter_path(self, name: SnapshotName) -> Path:
-        """Where its filter lies; it is there before the rows are."""
+        """The path of a snapshot's filter; the file exists before the rows do."""
         return self.path / f"{name}{FILTER}"
 
     def find(self, name: str) -> os.stat_result | None:
-        """A file of this folder; None where it is absent."""
+        """The stat of a file in this folder; None if it is absent."""
         try:
             return os.lstat(self.path / name)
         except OSError:
@@ -105,10 +105,10 @@ class NodeFolder:
 
     @contextmanager
     def new_file(self, name: str, nbytes: int, *, synced: bool = True) -> Iterator[BinaryIO]:
-        """A file that gets its name when the block ends without an exception.
+        """Open a file that gets its name when the block ends without an exception.
 
         Args:
-            nbytes: What it will have at most.
+            nbytes: The most bytes that it will have.
             synced: Wait until the device has it, so that a power cut leaves no file of zeros.
 
         Raises:
@@ -143,7 +143,7 @@ class NodeFolder:
             os.utime(self.path, ns=(now_ns, now_ns))  # see remove_unused
 
     def remove_older(self, name: SnapshotName) -> None:
-        """Remove the files of older snapshots, and what dead processes left. Never raises."""
+        """Remove files of older snapshots, and temporary files of dead processes. Never raises."""
         sweep_temps(self.path)
         with suppress(OSError):
             for found in os.listdir(self.path):
@@ -155,7 +155,7 @@ class NodeFolder:
     def remove_unused(self) -> None:
         """Remove the files of namespaces that no process of the node used for a week.
 
-        What is mapped stays. Only in a tier's folder. Never raises.
+        Mapped files stay readable. Only in a tier's folder. Never raises.
         """
         if len(self._folders) == 1:  # not in a tier: the folders beside it are not ours
             return
@@ -175,8 +175,8 @@ class NodeFolder:
         """Claim a task (``refresh``, ``make``) for this process; never waits.
 
         Returns:
-            What ``release`` takes; None where another process has it. The kernel gives back what
-            a process that ended had.
+            The claim, for ``release``; None if another process has it. The kernel releases the
+            claims of a process that ended.
 
         Raises:
             TierError: The disk refused.
@@ -195,24 +195,24 @@ class NodeFolder:
         return fd if is_mine else None
 
     def release(self, claim: int) -> None:
-        """Give a claim back."""
+        """Release a claim."""
         os.close(claim)
 
     def touch_claim(self, task: str) -> None:
-        """Note that whoever has the claim is at it. Never raises."""
+        """Note that the holder of the claim works on its task. Never raises."""
         self.touch(f"lock-{task}")
 
     def claim_age_s(self, task: str) -> float:
-        """Seconds since ``touch_claim``, of any process; infinite where there is no claim."""
+        """Seconds since ``touch_claim`` by any process; infinite if there was no claim yet."""
         found = self.find(f"lock-{task}")
         return math.inf if found is None else self.clock() - found.st_mtime
 
     # -- keys that were found gone -------------------------------------------------------------
 
     def add_missing(self, digests: Sequence[bytes]) -> None:
-        """Tell the node's engines that the bucket does not hold these keys. Never raises.
+        """Announce to the node's engines that the bucket does not hold these keys. Never raises.
 
-        A file that grew large begins again: what is in it is believed for a minute only.
+        A file that grew large is begun again: its records count for only a minute.
         """
         now_s = self.clock()
         body = b"".join(_MISSING.pack(digest, now_s) for digest in digests)
@@ -223,16 +223,16 @@ class NodeFolder:
                 path.unlink(missing_ok=True)
             flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
             with open(os.open(path, flags, 0o600), "ab", buffering=0) as file:
-                file.write(body)  # one call: what several processes append is not mixed
+                file.write(body)  # one call, so that records of several processes do not mix
 
     def read_missing(self, inode: int, start: int) -> tuple[int, int, list[tuple[bytes, float]]]:
-        """What was appended since the last call.
+        """Read the records that were appended since the last call.
 
         Args:
-            inode, start: What the last call returned; zeros at first.
+            inode, start: Results of the last call; zeros at first.
 
         Returns:
-            Inode and offset for the next call, and digests with the time at which each was gone.
+            Inode and offset for the next call, and digests with the time at which each was missing.
         """
         try:
             fd = os.open(self.path / MISSING, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the index's objects: ULIDs by the server's clock, and which of them may be believed."""
+"""Names of the index's objects: ULIDs by the server's clock, and which of them are trusted."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from s3ec.identity import Layout, is_ulid
 from s3ec.store.base import ObjectInfo, Store
 
 MARGIN_S = 900
-"""A delta that appears later than this after it was named is found by the next listing only."""
+"""Only the next listing finds the rows of a delta that appears later than this after its naming."""
 AHEAD_S = 60.0
 """A name that is so far ahead of its own object's date was not made by the server's clock."""
 CLOCK = "clock-"
 """Objects with this name below claim/ were only written for their date."""
 NEVER = "0" * 26
-"""LISTED of a snapshot that descends from no listing, and ULID of no snapshot."""
+"""LISTED of a snapshot that does not descend from a listing, and ULID of no snapshot."""
 
-# Crockford's base 32: no I, L, O or U. In ASCII's order, so that names sort as their numbers do.
+# Crockford's base 32: no I, L, O or U. In ASCII order, so that names sort as their numbers do.
 _DIGITS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _VALUE = {digit: value for value, digit in enumerate(_DIGITS)}
 _MAX_MS = 2**48 - 1
@@ -59,7 +59,7 @@ def time_s(ulid: str) -> float:
 
 
 def first_ulid(at_s: float) -> str:
-    """The smallest name of a millisecond: names made then or later are not below it."""
+    """The smallest name of a millisecond: no name made then or later is smaller."""
     return _spell(min(max(int(at_s * 1000), 0), _MAX_MS) << _RANDOM_BITS)
 
 
@@ -69,21 +69,21 @@ def window_start(ulid: str) -> str:
 
 
 def writer_of(ulid: str) -> str:
-    """The characters that all names of one writer share, and no two writers."""
+    """The characters that identify a writer: all its names share them."""
     return ulid[10:18]
 
 
 def is_ahead(ulid: str, info: ObjectInfo) -> bool:
     """True if a name is later than its own object: no server's clock made it.
 
-    The object's date is the server's. A server that gives no dates is believed.
+    The object's date is the server's. If a server gives no dates, its names are trusted.
     """
     return bool(info.modified_s) and time_s(ulid) > info.modified_s + AHEAD_S
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class SnapshotName:
-    """Of two snapshots the greater one is newer.
+    """The name of a snapshot. Of two snapshots the one with the greater name is newer.
 
     Attributes:
         listed: ULID of the listing that it descends from; NEVER for none.
@@ -98,7 +98,7 @@ class SnapshotName:
 
     @classmethod
     def parse(cls, text: str) -> SnapshotName | None:
-        """The parts of ``ULID-LISTED``; None for any other text."""
+        """Parse ``ULID-LISTED``; None for any other text."""
         match = _SNAPSHOT.fullmatch(text)
         if match is None or not (is_ulid(match[1]) and is_ulid(match[2])):
             return None
@@ -108,10 +108,10 @@ class SnapshotName:
 async def list_snapshots(
     store: Store, layout: Layout, *, left_out: Callable[[str], object] = lambda _: None
 ) -> list[tuple[SnapshotName, ObjectInfo]]:
-    """All snapshots, the newest first. Names that no server's clock made are left out.
+    """List all snapshots, the newest first. Names ahead of the server's clock are left out.
 
     Args:
-        left_out: Told of these.
+        left_out: Called with these names.
 
     Raises:
         UnavailableError: The store does not answer now.
@@ -136,13 +136,13 @@ class Names:
     """
 
     def __init__(self) -> None:
-        """A new writer."""
+        """Begin as a new writer."""
         self._writer = secrets.randbits(_WRITER_BITS)
         self._ms = -1
         self._low = 0
 
     def next(self, now_s: float, *, at_least: str = NEVER) -> str:
-        """A new name.
+        """Make a new name.
 
         Args:
             now_s: The server's time, seconds since the epoch.
@@ -163,9 +163,9 @@ class Names:
 
 
 class ServerClock:
-    """The server's time: asked once, then carried on by this machine's monotonic clock.
+    """The server's time: read once, then continued by this machine's monotonic clock.
 
-    A wall clock that is wrong, or that jumps, changes nothing.
+    A wall clock that is wrong, or that jumps, has no effect.
     """
 
     def __init__(
@@ -174,11 +174,11 @@ class ServerClock:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Nothing is asked yet.
+        """Ask nothing yet.
 
         Args:
             clock: Monotonic seconds.
-            wall_clock: Seconds since the epoch; goes where the server was not asked, or gives no
+            wall_clock: Seconds since the epoch; used until the server was asked, or if it gives no
                 dates.
         """
         self._clock = clock
@@ -190,7 +190,7 @@ class ServerClock:
         return self._clock() + self._ahead_s
 
     async def ask(self, store: Store, layout: Layout) -> str:
-        """Ask the server by a small object that makers clear away later: a PUT and a HEAD.
+        """Read the server's time from a small object that makers delete later: a PUT and a HEAD.
 
         Returns:
             Name of that object.
@@ -200,11 +200,11 @@ class ServerClock:
             UnavailableError: The store does not answer now.
         """
         name = f"{claims_prefix(layout)}{CLOCK}{secrets.token_hex(8)}"
-        with suppress(ConflictError):  # our own first attempt, whose reply was lost
+        with suppress(ConflictError):  # from our first attempt, whose reply was lost
             await store.put_if_absent(name, [b"s3ec asked what time it is here\n"])
         info = await store.head(name)
         if info is not None and info.modified_s:
-            # The date is a moment before the answer: a name by this clock is never ahead.
+            # The date is from just before the response: a name by this clock is never ahead.
             self._ahead_s = info.modified_s - self._clock()
         return name
 

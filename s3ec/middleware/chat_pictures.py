@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of a chat request: found in its body, and replaced by what sizes their placeholders.
+"""The pictures of a chat request: found in its body, and replaced by their placeholders' sizes.
 
-Pure functions over JSON. What is certain to give vLLM the same prompt is replaced, and nothing
-else: a request with anything in it that is not known here is left as it is (``UntouchedError``).
+Pure functions over JSON. A picture is replaced only if vLLM is certain to get the same prompt: a
+request with anything that is not known here is left as it is (``UntouchedError``).
 
 vLLM refuses a request that mixes pictures and embeddings (0.32, renderers/chat_utils.py:
 ``_resolve_items``), so all pictures of a request are replaced or none. The responses API takes no
@@ -18,14 +18,14 @@ from typing import Any
 from s3ec.middleware.bodies import TwiceSeen, compact_json
 
 MOST_PICTURES = 64
-"""Of one request; each is held on this node's disk until the request ends."""
+"""The most pictures of one request; each is held on this node's disk until the request ends."""
 
 MARK = b'"image_url"'
 """Without it no part is a picture: another spelling needs an escape or another encoding, and such a
-request is left alone."""
+request is left unchanged."""
 
-# Set and not null, each of these has its own ideas about pictures, prompts or where embeddings come
-# from. With `echo` an event of the answer's stream comes before it is certain that there is one.
+# If set and not null, each of these changes how pictures or prompts are processed, or the source of
+# embeddings. With `echo` a stream has an event before it is certain that the request succeeds.
 _OPTIONS = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -38,7 +38,7 @@ _TEXT_TYPES = ("text", "refusal")
 # vLLM takes a text part for a picture if it has a uuid and one of these.
 _NO_TEXT = ("uuid", "image_url", "image_pil", "image_embeds", "audio_embeds", "video_embeds",
             "prompt_embeds", "audio_url", "input_audio", "video_url", "tool_reference")  # fmt: skip
-# A name of the client's own stands for what the client says; here pictures go by their bytes.
+# A client's own name may stand for any picture; here pictures are identified by their bytes.
 _PART = frozenset({"type", "image_url", "uuid"})
 _URL = frozenset({"url", "detail"})
 # vLLM reads `detail` and ignores it; another value is an error.
@@ -46,14 +46,14 @@ _DETAILS = ("auto", "low", "high")
 
 
 class UntouchedError(Exception):
-    """A request goes on as it came.
+    """A request passes unchanged.
 
     Attributes:
-        reason: One word, for the counts.
+        reason: One word, for the counters.
     """
 
     def __init__(self, reason: str) -> None:
-        """A reason is not for clients."""
+        """Note the reason, which clients do not see."""
         super().__init__(reason)
         self.reason = reason
 
@@ -62,15 +62,15 @@ class ChatRequest:
     """A chat request with pictures; changed once, by ``without_pixels``.
 
     Attributes:
-        urls: Where vLLM would take its pictures from, in their order; of any scheme.
+        urls: The URLs of its pictures, in order; of any scheme.
     """
 
     def __init__(self, content: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:
         """Take over a parsed request.
 
         Args:
-            content: All of it.
-            parts: Its pictures, inside ``content``.
+            content: The whole request.
+            parts: The parts of its pictures, inside ``content``.
         """
         self._content = content
         self._parts = parts
@@ -80,7 +80,7 @@ class ChatRequest:
         """The body with metadata instead of pictures.
 
         Args:
-            named: For each picture its identifier, and what sizes its placeholder.
+            named: For each picture its identifier, and the size fields of its placeholder.
         """
         for part, (identifier, placeholder) in zip(self._parts, named, strict=True):
             part.clear()
@@ -92,7 +92,7 @@ def parse(body: bytes) -> ChatRequest:
     """Find the pictures of a chat request.
 
     Raises:
-        UntouchedError: There are none, or something else is in it that is not certain here.
+        UntouchedError: There are none, or the request has something that is not known here.
     """
     if MARK not in body:
         raise UntouchedError("no_pictures")
@@ -141,7 +141,7 @@ def _pictures_of(message: Any) -> list[dict[str, Any]]:
 
 
 def _is_plain(part: dict[str, Any]) -> bool:
-    """Whether a picture's part has nothing but what is understood here."""
+    """True if a picture's part has only fields that are known here."""
     image = part.get("image_url")
     return (
         part.keys() <= _PART

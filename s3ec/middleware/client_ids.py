@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps clients of ``vllm serve`` from choosing the identifiers of their pictures.
 
-``vllm serve --middleware s3ec.middleware.StripClientIds``. A client may otherwise give a picture
-any ``uuid``, also the 64 hex digits of another one's hash, and nothing behind the API can tell.
+``vllm serve --middleware s3ec.middleware.StripClientIds``. Otherwise a client may give a picture
+any ``uuid``, even the 64 hex digits of another picture's hash, and no part behind the API can tell.
 
 vLLM 0.32 takes an identifier from two places of a request. One is ``uuid`` of a content part, in
 all that ``renderers/chat_utils.py`` and ``entrypoints/pooling/scoring/utils.py`` parse and in
-``content_parts``. The other is ``features.mm_hashes`` of ``/inference/v1/generate``. Another
-server's render endpoint made those up, so they can only be refused. ``multi_modal_uuids`` is in no
-protocol of vLLM's server, and is taken out all the same. Standard library only: the API server
-imports this.
+``content_parts``. The other is ``features.mm_hashes`` of ``/inference/v1/generate``. The render
+endpoint of another server made those, so they can only be refused. ``multi_modal_uuids`` is in no
+protocol of vLLM's server, and is removed anyway. Standard library only: the API server imports
+this.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from s3ec.middleware.bodies import (
 )
 
 _UUID, _UUIDS, _HASHES = "uuid", "multi_modal_uuids", "mm_hashes"
-# A body without any of these holds no such key. Another spelling needs an escape, or UTF-16
-# or UTF-32, which hold zeros.
+# A body without any of these has no such key. Another spelling needs an escape, or UTF-16 or
+# UTF-32, which contain zeros.
 _NAMES = (b"uuid", _HASHES.encode(), b"\\u", b"\0")
-# Below these keys vLLM looks for no picture: schemas, and what templates and tools are given.
+# Below these keys vLLM searches for no picture: schemas, and arguments of templates and tools.
 _FOREIGN = frozenset({
     "tools", "functions", "tool_choice", "arguments", "response_format", "structured_outputs",
     "schema", "chat_template_kwargs", "metadata", "vllm_xargs", "mm_processor_kwargs",
@@ -51,21 +51,21 @@ _FOREIGN = frozenset({
 
 
 class BodyError(ValueError):
-    """A refused request; the text is for the client."""
+    """A request is refused; the text is for the client."""
 
 
 def rewrite(body: bytes, *, must_be_json: bool = True) -> bytes:
-    """Take the identifiers that a client chose out of a request's body.
+    """Remove the identifiers that a client chose from a request's body.
 
     Args:
-        body: The whole of it.
-        must_be_json: Whether the server will read it as JSON.
+        body: The whole body.
+        must_be_json: True if the server will read it as JSON.
 
     Returns:
-        The same object where there was none, else JSON without them.
+        The same object if there was none, else JSON without them.
 
     Raises:
-        BodyError: It holds what may not be there, or is JSON that cannot be read.
+        BodyError: It has hashes, which are not allowed, or is unreadable JSON.
     """
     if not any(name in body for name in _NAMES):
         return body
@@ -74,7 +74,7 @@ def rewrite(body: bytes, *, must_be_json: bool = True) -> bytes:
         # As Starlette does, which finds out the encoding too.
         content = json.loads(body, object_pairs_hook=seen.pairs)
         has_chosen, has_hashes = _strip(content)
-        # Of a name that is there twice another parser could take the other one.
+        # Of a repeated name another parser could take the other value.
         changed = has_chosen or seen.found
         fresh = compact_json(content) if changed else body
     except (ValueError, RecursionError) as exc:
@@ -87,10 +87,10 @@ def rewrite(body: bytes, *, must_be_json: bool = True) -> bytes:
 
 
 def _strip(content: Any) -> tuple[bool, bool]:
-    """Remove identifiers in place, wherever they are; no recursion, so any depth.
+    """Remove identifiers in place, at any depth, without recursion.
 
     Returns:
-        Whether there was one, and whether there are hashes of another server's.
+        True if there was one, and True if there are hashes of another server.
     """
     has_chosen = has_hashes = False
     waiting = [content]
@@ -102,7 +102,7 @@ def _strip(content: Any) -> tuple[bool, bool]:
         if not isinstance(value, dict):
             continue
         for name in (_UUID, _UUIDS):
-            # Null is what a client sends that fills in every field.
+            # A client that fills in every field sends null.
             if value.pop(name, None) is not None:
                 has_chosen = True
         has_hashes = has_hashes or bool(value.get(_HASHES))
@@ -112,9 +112,9 @@ def _strip(content: Any) -> tuple[bool, bool]:
 
 
 def _is_call(value: dict[str, Any]) -> bool:
-    """Whether this is what a model asked of a tool, whose input is the tool's own.
+    """True if this is a model's call of a tool, whose input is the tool's own.
 
-    The responses API has another ``input``: of the request itself, and a list.
+    The responses API has another ``input``: that of the request itself, a list.
     """
     return value.get("type") == "tool_use" and isinstance(value.get("input"), dict)
 
@@ -123,9 +123,9 @@ class StripClientIds:
     """ASGI middleware that removes the identifiers that clients chose from requests.
 
     vLLM then names a picture by its content. If a part had an identifier and no picture, it now has
-    neither, and vLLM refuses it. Replies, also streamed ones, are not changed. A client without
+    neither, and vLLM refuses it. Responses, also streamed ones, are not changed. A client without
     vLLM's API key gets 401 before the body is read. While the bodies of all clients together take
-    more than 1 GiB, the answer is 503.
+    more than 1 GiB, the response is 503.
     """
 
     def __init__(self, app: App) -> None:
@@ -148,7 +148,7 @@ class StripClientIds:
             await self._app(scope, receive, send)
             return
         server = getattr(scope.get("app"), "state", None)
-        # Not left to vLLM: where its view and ours differ, a body would pass unread.
+        # Not left to vLLM: if its check and ours differed, a body would pass unread.
         if not has_key(scope, hashed_keys(getattr(server, "args", None))):
             await answer(send, 401, "Unauthorized")
             return
@@ -173,5 +173,5 @@ class StripClientIds:
         if fresh is not body:
             scope = with_length(scope, len(fresh))
         replay = Replay([whole(fresh)], receive)
-        del body, fresh  # or they would stay until the answer has ended
+        del body, fresh  # or they would stay in memory until the response has ended
         await self._app(scope, replay, send)

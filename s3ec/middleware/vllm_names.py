@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM will call a picture, and whether this server takes requests without pixels at all.
+"""vLLM's names for pictures, and checks whether this server takes requests without pixels.
 
-vLLM's own code makes every name here; only what it is given is ours. A name is a hash over the
-file's bytes, the model's string and, where decoding converted the picture, how (0.32,
-multimodal/hasher.py and media/image.py). So the bytes and the mode in the file's header are enough,
-and the picture need not be decoded. Whether that is so in the release at hand is tried at the
-start, with one small picture of each format and mode: what differs by a digit is not used.
+vLLM's own code makes every name here; only its input is ours. A name is a hash over the file's
+bytes, the model's string and, if decoding converted the picture, how (0.32, multimodal/hasher.py
+and media/image.py). So the bytes and the mode in the file's header are enough, and the picture need
+not be decoded. A trial at the start tests that in the installed release, with one small picture of
+each format and mode: a mode whose name differs is not used.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from s3ec.settings import Settings
 
 log = logging.getLogger(__name__)
 
-_OLDEST = (0, 30)  # the first one that takes a picture's metadata in place of its pixels
+_OLDEST = (0, 30)  # the first release that takes a picture's metadata in place of its pixels
 _CONNECTOR = "S3ECConnector"
 _MODALITY = "image"
-# What is tried at the start. Other formats can change their mode while they are decoded.
+# Formats and modes of the trial. Other formats can change their mode during decoding.
 _MODES = {
     "PNG": ("RGB", "RGBA", "L", "LA", "P", "1", "I;16"),
     "JPEG": ("RGB", "L", "CMYK"),
@@ -31,10 +31,10 @@ _MODES = {
 
 
 class VLLMNames:
-    """vLLM's names for pictures. Thread-safe: nothing of it tokenizes, or keeps anything."""
+    """vLLM's names for pictures. Thread-safe: it neither tokenizes nor keeps any state."""
 
     def __init__(self, processor: Any) -> None:
-        """Try which pictures can be named without decoding them.
+        """Test which pictures can be named without decoding them.
 
         Args:
             processor: vLLM's, for this model.
@@ -65,7 +65,7 @@ class VLLMNames:
             data: The file.
 
         Returns:
-            None where one would have to decode it to know, or vLLM would refuse its size.
+            The name; None if only decoding would tell it, or vLLM would refuse the size.
         """
         found = self._look(data)
         return None if found is None or found not in self._modes else self._name(data, found[1])
@@ -80,7 +80,7 @@ class VLLMNames:
                 if 0 < self._most_pixels < width * height:
                     return None
                 return form, picture.mode
-        except Exception:  # noqa: BLE001 (whatever a parser makes of a client's bytes)
+        except Exception:  # noqa: BLE001 (a parser may raise anything for a client's bytes)
             return None
 
     def _name(self, data: bytes, mode: str) -> str:
@@ -134,7 +134,7 @@ def names_of(vllm_config: Any, engine_client: Any) -> VLLMNames:
 
 
 def metadata_fields(vllm_config: Any) -> frozenset[str]:
-    """What the model takes in place of a picture's pixels; empty where it takes nothing."""
+    """The fields that the model takes in place of a picture's pixels; empty if it takes none."""
     from s3ec.connector.vllm_config import FeatureReader
 
     return frozenset(FeatureReader(vllm_config.model_config).fields_for(_MODALITY))
@@ -166,7 +166,7 @@ def connector_problem(vllm_config: Any) -> str | None:
 
 
 def picture_problem(vllm_config: Any) -> str | None:
-    """Why an answer without pixels could differ from the one with them; None if it cannot."""
+    """Why a response without pixels could differ from the one with them; None if it cannot."""
     from vllm import envs
 
     model = vllm_config.model_config

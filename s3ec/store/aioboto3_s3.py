@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket through aioboto3: BotocoreStore without threads, each request in the event loop.
 
-Optional, ``pip install aioboto3``: aioboto3 pins an old botocore. It passes the contract
-suite. Errors and pages of listings have no bound in size here. Checked with aioboto3 15.5,
+Optional, ``pip install aioboto3``: aioboto3 pins an old botocore. This store passes the contract
+suite. Here errors and pages of listings have no size limit. Checked with aioboto3 15.5,
 aiobotocore 2.25 and aiohttp 3.14.
 """
 
@@ -87,7 +87,7 @@ class Aioboto3Store(BotocoreStore):
 
 @contextlib.contextmanager
 def _as_botocores() -> Iterator[None]:
-    """aiobotocore lets some errors of aiohttp out as they are, and wraps what _refuse raised."""
+    """Map errors of aiohttp that aiobotocore passes on, and unwrap the error of _refuse."""
     try:
         yield
     except aiohttp.ClientError as exc:
@@ -99,19 +99,19 @@ def _as_botocores() -> Iterator[None]:
 
 
 class _Credentials(AioCredentials):  # type: ignore[misc]
-    """What aiobotocore's client signs with: the credentials of the exchange of its task."""
+    """The credentials of the task's exchange, with which aiobotocore's client signs."""
 
     async def get_frozen_credentials(self) -> Any:
         return _exchange.get().credentials
 
 
 class StrictSession(AIOHTTPSession):  # type: ignore[misc]
-    """Checks host names, and follows no redirect: a session token goes nowhere else.
+    """Checks host names, and follows no redirect, so that no other host gets a session token.
 
-    aiobotocore leaves both to others, and aiohttp does neither. botocore switches the check of the
+    aiobotocore leaves both to aiohttp, which does neither. botocore switches the check of the
     certificate's host name off, since its own transport makes that check itself.
 
-    What meets a connection that was dropped while it was idle is sent again.
+    A request on a connection that was dropped while idle is sent again.
     """
 
     async def send(self, request: Any) -> Any:
@@ -140,7 +140,7 @@ class StrictSession(AIOHTTPSession):  # type: ignore[misc]
             trace.on_connection_reuseconn.append(_note_reused)
             trace.freeze()
             session.trace_configs.append(trace)
-            session._retry_connection = False  # it sends a body on from where it ended, see send
+            session._retry_connection = False  # a retry would resume a body at its end, see send
         return session
 
 
@@ -153,7 +153,7 @@ async def _refuse(
     context: SimpleNamespace,
     params: aiohttp.TraceRequestRedirectParams,
 ) -> None:
-    """End a request whose answer leads elsewhere; S3's own 301 has no address to go to."""
+    """End a request whose response redirects it; S3's own 301 has no address to follow."""
     answer: Any = params.response
     if "Location" in answer.headers or "URI" in answer.headers:
         answer.close()

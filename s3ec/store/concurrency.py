@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds on requests: how many at a time, how long each may take, how large a body may be.
+"""Limits of requests: how many at a time, how long each may take, how large a body may be.
 
-A request knows its caller's deadline, so that nothing begins that cannot end before it.
+A request knows its caller's deadline, so that no work begins that cannot end before it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _deadline: ContextVar[asyncio.Timeout | None] = ContextVar("s3ec_deadline", defa
 
 @contextlib.asynccontextmanager
 async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """Give everything inside so much time; tasks begun inside know of it too.
+    """Set a deadline for everything inside; it also holds for tasks that begin inside.
 
     Yields:
         The deadline, which may be moved.
@@ -44,26 +44,26 @@ async def within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
 
 def seconds_left() -> float:
-    """Seconds until the caller's deadline; infinite where there is none."""
+    """Seconds until the caller's deadline; infinite if there is none."""
     deadline = _deadline.get()
     when = None if deadline is None else deadline.when()
     return math.inf if when is None else when - asyncio.get_running_loop().time()
 
 
 class RequestSlots:
-    """One store's requests: how many are under way, and until when each of them may be.
+    """One store's requests: how many are under way, and the deadline of each.
 
     States: new, then bound to the loop of the first ``check_loop``, then closed for good by
     ``close``, which ends the requests that are under way and those that wait. ``abandon`` ends only
     the former.
 
     Args:
-        settings: ``max_concurrency`` slots, and the timeouts that a deadline is made of.
+        settings: ``max_concurrency`` slots, and the timeouts of which a deadline is the sum.
 
     Attributes:
-        least_bytes_per_s: A body that comes or goes slower is past its deadline. A read timeout
-            is not reached by a trickle, and does not guard an upload.
-        is_closed: Whether close() was called.
+        least_bytes_per_s: A body that is slower misses its deadline. A read timeout does not end a
+            trickle, and does not guard an upload.
+        is_closed: True after close().
     """
 
     least_bytes_per_s = 65536.0
@@ -81,7 +81,7 @@ class RequestSlots:
         """Bind the store to the loop of its first call.
 
         Raises:
-            RuntimeError: Called from another one, or after close().
+            RuntimeError: It is called from another loop, or after close().
         """
         loop = asyncio.get_running_loop()
         if self._loop is not None and self._loop is not loop:
@@ -91,12 +91,12 @@ class RequestSlots:
         self._loop = loop
 
     def close(self) -> None:
-        """End what is under way, and let nothing begin."""
+        """End the requests under way, and refuse new ones."""
         self.is_closed = True
         self._end()
 
     def abandon(self) -> None:
-        """End what is under way soon; for another thread, when the process ends."""
+        """End the requests under way soon; for another thread, when the process ends."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._end)
@@ -111,7 +111,7 @@ class RequestSlots:
 
 
 class RequestSlot(AbstractAsyncContextManager["RequestSlot"]):
-    """One request's hold on its store: it waits for a slot without a limit, then has a deadline.
+    """One request's slot in its store: it waits for one without a limit, then has a deadline.
 
     Raises:
         UnavailableError: The store was closed meanwhile.
@@ -128,7 +128,7 @@ class RequestSlot(AbstractAsyncContextManager["RequestSlot"]):
         slots = self._slots
         await slots._free.acquire()
         try:
-            if slots.is_closed:  # while this one waited
+            if slots.is_closed:  # closed while this request waited
                 raise UnavailableError(f"{self.what}: the store was closed")
             self._deadline = asyncio.timeout(slots._limit_s(0))
             await self._deadline.__aenter__()
@@ -141,18 +141,18 @@ class RequestSlot(AbstractAsyncContextManager["RequestSlot"]):
     def extend(self, nbytes: int) -> None:
         """Grant the time that a body of so many bytes may take, from now on."""
         slots = self._slots
-        if not slots.is_closed:  # close() has set the last deadline there is
+        if not slots.is_closed:  # close() has set the final deadline
             self._deadline.reschedule(asyncio.get_running_loop().time() + slots._limit_s(nbytes))
 
     def expect(self, nbytes: int | None, most: int) -> None:
-        """A body follows. It gets the time that it may take.
+        """Check the length of the body that follows, and grant the time that it may take.
 
         Args:
-            nbytes: Its announced length, None where none was announced.
-            most: A longer one is refused.
+            nbytes: Its announced length; None if none was announced.
+            most: A longer body is refused.
 
         Raises:
-            CorruptEntryError: It is too long (reason ``size``).
+            CorruptEntryError: The body is too long (reason ``size``).
         """
         if nbytes is not None and nbytes > most:
             raise CorruptEntryError(
@@ -174,14 +174,14 @@ class RequestSlot(AbstractAsyncContextManager["RequestSlot"]):
 
 
 class Pace:
-    """Lets requests begin no faster than a number of bytes per second allows."""
+    """Delays requests so that they do not exceed a number of bytes per second."""
 
     def __init__(self, bytes_per_s: int | None) -> None:
         self._bytes_per_s = bytes_per_s
         self._free_s = 0.0
 
     async def take(self, nbytes: int) -> None:
-        """Wait for one's turn, and note how much is asked for."""
+        """Wait until a request of ``nbytes`` may begin, and count its bytes."""
         if self._bytes_per_s is None:
             return
         now_s = asyncio.get_running_loop().time()
@@ -205,8 +205,8 @@ async def in_parallel(
         The results in the order of the items.
 
     Raises:
-        BaseException: That of the first call that failed, as it is and in no group; the others
-            were cancelled and have ended by then.
+        BaseException: The error of the first call that failed, not in a group; the others were
+            cancelled and have ended by then.
     """
     results: dict[int, R] = {}
     turns = iter(enumerate(items))
@@ -230,13 +230,13 @@ async def for_each(
 ) -> None:
     """Await ``call`` for every item as it comes, at most ``width`` at a time.
 
-    Calls begin in the order of the items. None is taken before there is room for it.
+    Calls begin in the order of the items. An item is taken only when a call for it can begin.
 
     Args:
         items: Closed at the end.
 
     Raises:
-        BaseException: As in_parallel, and what ``items`` raises.
+        BaseException: As for in_parallel, and errors of ``items``.
     """
     turn = asyncio.Lock()
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The threads of obstore in this process: not there after a fork, to be at rest before the end.
+"""The threads of obstore in this process: they do not survive a fork, and must rest before the end.
 
 They start with the first request and never end. A child that was forked later waits for them for
-ever. And while they hand over a result they hold the interpreter's lock: CPython before 3.14 ends
-a thread that asks for it during its own shutdown, which Rust answers with abort(). Seen with
-obstore 0.12: one in six processes that made a request and then ended.
+ever. And they take the interpreter's lock to deliver a result: CPython before 3.14 ends a thread
+that requests it during shutdown, which makes Rust call abort(). Seen with obstore 0.12: one in six
+processes that made a request and then ended.
 
-A thread of obstore asks for the lock only on behalf of something of Python's that it holds: the
-future it will resolve, a buffer it sends. So each of these is noted, and the process ends once
-obstore has let go of all of them.
+A thread of obstore requests the lock only for a Python object that it holds: the future it will
+resolve, a buffer it sends. So each of these is noted, and the process ends once obstore has
+released all of them.
 
-Nor are they started where descriptors are short: obstore 0.12 panics then, and at every later
+The threads are not started if descriptors are short: obstore 0.12 panics then, and at every later
 request of the process as well.
 """
 
@@ -31,7 +31,7 @@ from s3ec.store.concurrency import RequestSlots
 T = TypeVar("T")
 _PAUSE_S = 0.005
 _PATIENCE_S = 2.0
-# What its threads take is below ten; the rest is for what others open at the same moment.
+# obstore's threads take fewer than ten; the rest is for other code that opens some meanwhile.
 _DESCRIPTORS = 32
 
 _pid: int | None = None
@@ -40,9 +40,9 @@ _is_ending = False
 
 
 class _Ref(weakref.ref[Any]):
-    """A weak reference that is hashed by identity; a buffer would be by its content, if at all.
+    """A weak reference that is hashed by identity; a buffer is hashed by content, if at all.
 
-    Both methods are C functions: Python code could be interrupted halfway through letting go.
+    Both methods are C functions: Python code could be interrupted in the middle of a release.
     """
 
     __slots__ = ()
@@ -55,7 +55,7 @@ _users: weakref.WeakSet[RequestSlots] = weakref.WeakSet()
 
 
 def obstacle() -> str:
-    """Why obstore cannot be used in this process now, empty if it can."""
+    """Return why obstore cannot be used in this process now; empty if it can."""
     if _is_ending:
         return "this process is ending"
     if _pid not in (None, os.getpid()):
@@ -66,10 +66,13 @@ def obstacle() -> str:
 
 
 async def start(user: RequestSlots) -> None:
-    """To be called before obstore's first request for a store, whose slots these are.
+    """Start obstore's threads. Call this before obstore's first request for a store.
 
-    Waits for the answer of what starts the threads: one that came after the loop's end would
+    It waits for the result of the call that starts the threads: a result after the loop's end would
     print a traceback.
+
+    Args:
+        user: The slots of that store.
 
     Raises:
         UnavailableError: There is an obstacle.
@@ -99,13 +102,13 @@ def _has_descriptors() -> bool:
 
 
 def held(thing: T) -> T:
-    """Note what obstore holds from now on: every future of its own, every buffer it was given."""
+    """Note an object that obstore holds from now on: each of its futures, each buffer it sends."""
     holding.add(_Ref(thing, holding.discard))
     return thing
 
 
 def _come_to_rest() -> None:
-    """Wait until obstore holds nothing of Python's, and thus has no use for the lock."""
+    """Wait until obstore holds no Python object, and thus does not need the lock."""
     global _is_ending  # noqa: PLW0603
     if _pid != os.getpid():
         return
@@ -115,6 +118,6 @@ def _come_to_rest() -> None:
     until = time.monotonic() + _PATIENCE_S
     while holding and time.monotonic() < until:
         time.sleep(_PAUSE_S)  # without the lock
-        # What obstore let go of without the lock is really let go of at the next call.
+        # Objects that obstore released without the lock are really released at the next call.
         obstore.Bytes()
-    time.sleep(_PAUSE_S)  # for who let go last to hand the lock back
+    time.sleep(_PAUSE_S)  # for the last thread to return the lock

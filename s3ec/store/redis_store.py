@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redis or Valkey as a fast, small replica: it may forget an entry at any time.
+"""Redis or Valkey as a fast, small replica: it may evict an entry at any time.
 
 It cannot list, so it is never home, and holds no index.
 """
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     import redis.asyncio
 
 T = TypeVar("T")
-# A longer value would keep the server's only thread from everybody else for milliseconds.
+# A longer value would block the server's only thread, and all its clients, for milliseconds.
 _MOST_BYTES = 64 * 2**20
-# More than there are places for requests, which wait for those; beyond, redis-py refuses.
+# More than the places for which requests wait; beyond this number redis-py refuses.
 _CONNECTIONS = 1024
 
 
 class RedisStore:
     """A Store over one server, or a cluster of them. For one event loop.
 
-    Its values are the objects. ``put_if_absent`` is SET with NX, and with a lifetime where one is
-    given. Memory and its policy of eviction are the server's.
+    Its values are the objects. ``put_if_absent`` is SET with NX, and with a lifetime if ``ttl_s``
+    is given. The server sets its memory and its policy of eviction.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class RedisStore:
         Args:
             url: ``redis://HOST:PORT/DATABASE`` or ``rediss://`` for TLS, perhaps with ``USER@``.
             password: Of that user.
-            prefix: Stands before all names, as the folder of a bucket does.
-            cluster: The server is one of a cluster.
-            ttl_s: What is written is forgotten after so long; None for never.
+            prefix: Begins all names, like a folder of a bucket.
+            cluster: True if the server is one of a cluster.
+            ttl_s: Lifetime of written entries; None for no limit.
             ca_bundle: PEM file of the authorities to trust instead of the system's.
             connect_timeout_s: Longest wait for a connection.
             read_timeout_s: Longest silence of the server inside a reply.
@@ -96,11 +96,11 @@ class RedisStore:
             "socket_connect_timeout": connect_timeout_s,
             "socket_timeout": read_timeout_s,
             "socket_read_size": 2**18,
-            # Once, for a connection that was dropped while it was idle.
+            # One retry, for a connection that was dropped while idle.
             "retry": Retry(NoBackoff(), 1),
         }
         if parts.scheme == "rediss":
-            try:  # now rather than at each connection
+            try:  # check it now rather than at each connection
                 ssl.create_default_context(cafile=ca_bundle)
             except OSError as exc:
                 raise ConfigError(
@@ -118,7 +118,7 @@ class RedisStore:
         return f"RedisStore({self._where}, {self._root})"
 
     async def get(self, name: str, *, max_bytes: int) -> bytes | None:
-        # In one round trip, and never more than is asked for.
+        # In one round trip, and never more bytes than requested.
         there, nbytes, body = await self._front(name, 0, max_bytes)
         if not there:
             return None
@@ -136,7 +136,7 @@ class RedisStore:
         return body if there else None
 
     async def _front(self, name: str, start: int, length: int) -> tuple[bool, int, bytes]:
-        """Whether it is there, its size, and some of its bytes: ``length`` at most, or one."""
+        """True if it exists, its size, and some of its bytes: at most ``length``, or one."""
         key, length = self._key(name), max(length, 1)
         pipe = self._client.pipeline(transaction=False)
         pipe.exists(key)
@@ -184,7 +184,7 @@ class RedisStore:
         if names:
             pipe = self._client.pipeline(transaction=False)
             for name in dict.fromkeys(names):
-                # Of a cluster, the method of this name is for keys of several servers.
+                # For a cluster, the client's own method would take keys of several servers.
                 pipe.execute_command("UNLINK", self._key(name))
             await self._ask(names[0], pipe.execute())
         return {}
@@ -200,9 +200,9 @@ class RedisStore:
         """Await a reply.
 
         Raises:
-            AccessError: User, password or rights; or a server that is full.
-            CorruptEntryError: It holds another kind of value.
-            UnavailableError: Everything else that goes wrong.
+            AccessError: User, password or rights are refused, or the server is full.
+            CorruptEntryError: The name holds another kind of value.
+            UnavailableError: Any other failure.
         """
         errors = self._errors
         try:
@@ -217,8 +217,8 @@ class RedisStore:
             raise AccessError(
                 f"{self._where} has no room for {name}: {exc}", code=TOO_LARGE, is_general=False
             ) from exc
-        except Exception as exc:  # an answer that is no Redis's leads redis-py to any of them
+        except Exception as exc:  # a reply that is not Redis's can raise any error in redis-py
             said = str(exc) or type(exc).__name__
-            if "WRONGTYPE" in said:  # what a pipeline raises has no type for it
+            if "WRONGTYPE" in said:  # a pipeline's error has no type for it
                 raise CorruptEntryError(f"{name} is no string: {said}", reason="header") from exc
             raise UnavailableError(f"{self._where} did not answer for {name}: {said}") from exc

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies below a URL of another bucket than the corpus's: names, sizes and tags.
+"""Lists the objects below a URL of another bucket than the corpus's: names, sizes and tags.
 
 A tag (ETag) changes when an object is replaced, so weights that an engine streams from a bucket can
-be told apart without reading them.
+be distinguished without reading them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from s3ec.settings import Settings, parse_url
 from s3ec.store.botocore_s3 import BotocoreStore
 from s3ec.store.retry import RetryStore
 
-# An engine that has just streamed its weights from there waits no longer than that.
+# An engine that has just streamed its weights from there waits no longer than this.
 _LONGEST_S = 5.0
 
 
@@ -31,10 +31,10 @@ def tags_below(url: str, *, allow_http: bool = False) -> list[tuple[str, int, st
         allow_http: See Settings.
 
     Returns:
-        Name below the folder, bytes and tag of each object; in no order.
+        Name below the folder, size in bytes and tag of each object; in no order.
 
     Raises:
-        S3ECError: It cannot be listed; the message says why.
+        S3ECError: The folder cannot be listed; the message says why.
     """
     try:
         place = parse_url(url)

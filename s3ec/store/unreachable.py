@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that does not answer: what is wrong in plain words, and which setting mends it.
+"""Messages for a server that does not answer: the fault in plain words, and the setting to fix.
 
-Apart from the table of errors, since commands import this and must not import the SDK.
+This is not in the table of errors, since commands import it and must not import the SDK.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BY_PROXY = "through the proxy"  # see Way.by
 
 
 def in_plain_words(exc: UnavailableError, settings: Settings) -> UnavailableError | None:
-    """The same error about the server, with the fix; None if it answered, or its words will do."""
+    """The same error with the server and the fix; None if it answered, or the message suffices."""
     if exc.status:
         return None
     if _BY_PROXY in str(exc):
@@ -35,7 +35,7 @@ def in_plain_words(exc: UnavailableError, settings: Settings) -> UnavailableErro
 
 
 def mend_endpoint(settings: Settings, exc: S3ECError) -> str:
-    """What to do where nobody answers as S3 does."""
+    """The fix if no server answers as S3 does."""
     where = settings.endpoint_url or "AWS"
     causes = list(causes_of(exc))
     if _BY_PROXY in str(exc):
