@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec bench``: what one encode takes here; in a checkout, all other benchmarks as well."""
+"""``s3ec bench``: the time of one encode here; in a checkout, all other benchmarks as well."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _METRICS = ("vllm:s3ec_encode_seconds_total", "vllm:s3ec_encoded_rows_total")
 _ENGINE_DEFAULTS: Mapping[str, Any] = {
     # Random weights take as long as trained ones, and need no download.
     "load_format": "dummy",
-    "disable_log_stats": False,  # the results are metrics
+    "disable_log_stats": False,  # the results come from vLLM's metrics
     "max_num_batched_tokens": 8192,
     "max_model_len": 8192,
 }

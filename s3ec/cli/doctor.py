@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec doctor``: what is wrong here, and how to mend it."""
+"""``s3ec doctor``: finds faults of this setup, and says how to fix them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _TRANSFER = "--ec-transfer-config"
 _COLORS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
-# Columns before what was found: verdict and name.
+# Columns before the finding: verdict and name.
 _INDENT = 23
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec ns``: the namespaces of a bucket, what makes each of them, and deleting one."""
+"""``s3ec ns``: list, describe and delete the namespaces of a bucket."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def ns_rm(
 
 
 async def _survey(store: Store, layout: Layout, report: Report) -> Contents:
-    """Count what a namespace holds. Nothing is written where that is nothing."""
+    """Count what a namespace holds; raise NotFoundError if that is nothing. Writes nothing."""
     from s3ec.index.delete import survey
     from s3ec.namespaces import list_namespaces, require_ours
 

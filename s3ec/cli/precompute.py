@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec precompute``: encode what a source names and the corpus lacks."""
+"""``s3ec precompute``: encode the items of a source that are missing in the corpus."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec tier``: what this node's disk holds, whether it is sound, and emptying it."""
+"""``s3ec tier``: show, check and empty this node's disk tier."""
 
 from __future__ import annotations
 

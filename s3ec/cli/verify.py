@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``s3ec verify`` and ``manifest rebuild``: do index, objects and catalogue agree; mending that."""
+"""``s3ec verify`` and ``manifest rebuild``: compare index, objects, catalogue; repair them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client knows of a corpus: its catalogue, from the bucket or from an exported file."""
+"""A client's copy of a corpus's catalogue, from the bucket or from an exported file."""
 
 from __future__ import annotations
 

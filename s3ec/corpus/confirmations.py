@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job waits for: the bucket confirms each embedding, then the catalogue gets its row.
+"""Confirmations of a job: the bucket confirms each embedding, then the catalogue gets its row.
 
 ``Ledger`` reads the bucket's index and its catalogue. ``Confirmations`` keeps the embeddings that
 are encoded but not confirmed yet, and the rows that are not written yet.
@@ -261,7 +261,7 @@ class Confirmations:
                 self._soon.set()
 
     def wait_for_room(self, stopped: threading.Event, patience_s: float) -> None:
-        """Wait while as many embeddings wait as may, so that the bucket sets the pace.
+        """Wait until fewer embeddings wait than the limit, so that the bucket sets the pace.
 
         Raises:
             EncoderError: The bucket has confirmed nothing for ``patience_s``.

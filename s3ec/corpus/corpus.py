@@ -695,7 +695,7 @@ class Corpus(OpenBucket):
             while (batch := self.run(following)) is not None:
                 yield from batch
         finally:
-            # Nobody waits: the garbage collector may come here, in any thread.
+            # Without a wait: the garbage collector may come here, in any thread.
             with suppress(S3ECError):
                 self._submit(end())
 

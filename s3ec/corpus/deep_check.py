@@ -5,7 +5,7 @@ It reads the objects in the order of their names, so one name, the cursor, is it
 ``AuditState`` keeps that in a file.
 
 **Changes during a check.** An object that is stored behind the cursor is read by the next check.
-One that is deleted before it is read counts as gone. Objects are never replaced.
+One that is deleted before it is read is not reported as missing. Objects are never replaced.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DeepCheck:
         bad: The corrupt ones, up to MOST_KEPT.
         unreadable: The unread ones, likewise.
         resumed: How many of ``objects`` earlier runs with this state have read.
-        complete: True if every object was read.
+        complete: True if every object was handled.
     """
 
     objects: int = 0
@@ -104,7 +104,7 @@ class DeepCheck:
 
     @property
     def agrees(self) -> bool:
-        """True if every object was read and none is corrupt."""
+        """True if the check is complete, and no object is corrupt or unread."""
         return not self.corrupt and not self.unreadable and self.complete
 
 
@@ -366,7 +366,7 @@ class AuditState:
 
     Attributes:
         found: The results so far.
-        cursor: Every object up to this name was read.
+        cursor: Every object up to this name was handled.
     """
 
     def __init__(

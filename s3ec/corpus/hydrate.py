@@ -188,7 +188,7 @@ async def hydrate(
 
 
 class _MisfitError(Exception):
-    """Whole and good, but not what its modality's record says: no request can use it."""
+    """An entry is good, but differs from its modality's record: no request can use it."""
 
 
 class _Hydrator:
@@ -362,7 +362,7 @@ class _Hydrator:
 
         Raises:
             CorruptEntryError: It stays bad.
-            _MisfitError: To ask again would change nothing.
+            _MisfitError: Another attempt would change nothing.
         """
         name, nbytes, attempt = self._layout.object(one.key), one.nbytes, 1
         while True:
@@ -420,7 +420,7 @@ class _Hydrator:
         self._tier.writer.receive(key, [body], header, used_s=used_s)
 
     async def _require_fit(self, header: codec.Header) -> None:
-        """Raise _MisfitError for an entry that is not what its modality's record says."""
+        """Raise _MisfitError for an entry that differs from its modality's record."""
         modality = header.modality
         async with self._learning:  # one request for all callers at a time
             record = self._records.get(modality) or await self._reading.get(modality)

@@ -67,7 +67,7 @@ class JobOptions:
         identifier: How embeddings are named: by vLLM's content hash, or ``sha256:HEX`` for clients
             that send that as ``uuid``.
         shard: This job's part and the number of parts, such as (0, 4).
-        limit: Most items of the source that are read; None for all.
+        limit: Most items of the source that are examined; None for all.
         batch: Pictures that an engine has at a time.
         engine_args: Further arguments of ``vllm.LLM``, by their Python names.
         read: How items are read, such as the dots per inch of a PDF's pages.
@@ -104,11 +104,11 @@ class JobOptions:
 
 @dataclass(slots=True)
 class PrecomputeReport:
-    """What a job did.
+    """The result of a job.
 
     Attributes:
         namespace: Where the embeddings are.
-        items: Items of the source, in this shard, that were read.
+        items: Items of the source, in this shard, that were examined.
         done_before: Of these, items that the catalogue and the index had.
         catalogued: Items that the index had and that were missing in the catalogue.
         encoded: Items that were encoded, confirmed by the bucket and catalogued.
@@ -184,7 +184,7 @@ class PrecomputeReport:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is to be done for one item.
+    """The plan for one item.
 
     Attributes:
         how: ``done``: bucket and catalogue have it. ``renewed``: the catalogue had the document,
@@ -233,7 +233,7 @@ class Job:
             report: Called with the number of items that are done.
 
         Raises:
-            ConfigError: The settings refuse what ``identifier`` asks for.
+            ConfigError: The settings refuse this ``identifier``.
         """
         self._options = options or JobOptions()
         if self._options.identifier == "sha256" and not corpus.settings.trust_client_ids:
@@ -290,7 +290,7 @@ class Job:
         return self.report
 
     def _has_items(self) -> bool:
-        """Read the first item: only a job with items pays for vLLM's import."""
+        """Take the first item: only a job with items pays for vLLM's import."""
         items = iter(_chosen(self._items, self._options))
         first = next(items, None)
         if first is not None:

@@ -166,10 +166,10 @@ def _denied_if_absent(context: CheckContext) -> Outcome:
 
 @contextlib.contextmanager
 def _probe_object(context: CheckContext, begin: str = PROBE_PREFIX) -> Iterator[str]:
-    """Write an object, and delete it afterwards where that is allowed.
+    """Write an object, and delete it afterwards if that is allowed.
 
     Yields:
-        Its name. Where deleting is not allowed it is always the same, so that one object stays.
+        Its name. If deleting is not allowed it is always the same, so that only one object stays.
 
     Raises:
         S3ECError: It was not written, or by the block.
@@ -181,7 +181,7 @@ def _probe_object(context: CheckContext, begin: str = PROBE_PREFIX) -> Iterator[
             await store.put_if_absent(name, [PROBE_BODY])
 
     try:
-        # Again without a checksum or a condition, where the server refuses one.
+        # Repeated without a checksum or a condition, if the server refuses one.
         context.ask_store(put, requests=3)
         yield name
     finally:

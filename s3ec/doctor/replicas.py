@@ -131,7 +131,7 @@ def _replica(context: CheckContext, place: Replica, near: Store) -> Outcome:
 
 
 async def _read(near: Store) -> None:
-    await near.get_range(KEPT_PROBE, 0, 1)  # a HEAD's 404 does not tell an absent bucket
+    await near.get_range(KEPT_PROBE, 0, 1)  # a HEAD's 404 does not show if the bucket is absent
 
 
 async def _write(near: Store) -> None:

@@ -86,7 +86,7 @@ class Opener:
             The entries by identifier. Empty it in a thread at the end, since that closes files.
 
         Raises:
-            UntouchedError: One of them is not on this node, or has not the right fields.
+            UntouchedError: One of them is not on this node, or has other fields.
         """
         found: dict[str, OpenEntry] = {}
         try:

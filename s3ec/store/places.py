@@ -213,7 +213,7 @@ async def past_bad_copies(
     Args:
         read: Gets the set of replicas, which fills as they serve the read. Raises CorruptEntryError
             for bad bytes; it is called again then, if a replica sent them.
-        told: Called with the error of each bad copy of a replica.
+        told: Called with the error of each bad copy.
 
     Raises:
         CorruptEntryError: The bytes were home's.

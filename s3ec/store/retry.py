@@ -24,7 +24,7 @@ Call = Callable[[], Awaitable[Blob | None]]
 
 # The longest pause before the first repetition; before each further one twice as much.
 _BASE_DELAY_S = 0.1
-# After a longer pause no caller would still wait; some have a queue of their own.
+# A longer pause is not waited for: callers have other work, or a queue of their own.
 _LONGEST_DELAY_S = 5.0
 
 
