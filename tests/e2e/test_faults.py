@@ -50,6 +50,7 @@ from tests.e2e.rig import (
 from tests.support import damage
 from tests.support.metadata import MetadataService
 from tests.support.on_disk import audit_of, found_in
+from tests.support.waiting import stop
 
 _BUCKET = "corpus"
 # How the log tells of the breaker, whose state no counter shows.
@@ -270,7 +271,7 @@ def test_a_bad_object_is_counted_and_its_image_encoded(
 def test_a_server_that_stops_answering_delays_a_request_but_not_its_answer(rig: _Rig) -> None:
     before = rig.engine.counters()
     assert rig.server.pid is not None
-    os.kill(rig.server.pid, signal.SIGSTOP)
+    stop(rig.server.pid)
     try:
         seen = rig.ask("stalled")
     finally:
@@ -295,7 +296,7 @@ def test_a_server_killed_with_requests_in_flight_changes_no_answer_and_hits_come
 
     asking = threading.Thread(target=chat)
     assert rig.server.pid is not None
-    os.kill(rig.server.pid, signal.SIGSTOP)  # so that no request can be over before the kill
+    stop(rig.server.pid)  # so that no request can be over before the kill
     try:
         asking.start()
         # The index has at most one request out; a second one is for an embedding.

@@ -39,7 +39,7 @@ from tests.faults.indexed import (
     run_verify,
     serve,
 )
-from tests.support.waiting import DEADLINE_S, eventually
+from tests.support.waiting import DEADLINE_S, eventually, stop
 
 pytest.importorskip("torch")
 
@@ -61,9 +61,7 @@ class Freeze:
         await exchange.read_body()
         reply = await exchange.forward() if self.reached else None
         assert self.known.wait(DEADLINE_S)
-        os.kill(self.pid, signal.SIGSTOP)
-        while _state(self.pid) != "T":
-            pass
+        stop(self.pid)
         self.frozen.set()
         if reply is not None:
             await exchange.send(reply)
@@ -76,10 +74,6 @@ class Freeze:
         self.pid = pid
         self.known.set()
         assert self.frozen.wait(DEADLINE_S)
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @dataclass

@@ -8,8 +8,6 @@ fault ends both go on by themselves.
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -26,7 +24,7 @@ from s3ec.testing.server import LocalS3
 from tests.faults.embeddings import ROWS, body_at, key_at
 from tests.faults.engine import Engine
 from tests.faults.site import OBJECTS, Site
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, stop
 
 torch = pytest.importorskip("torch")
 
@@ -267,12 +265,6 @@ def test_a_node_without_a_server_starts_and_soon_asks_no_more(
     assert rig.count("spool.left") == 1
 
 
-def thread_states(pid: int | None) -> set[str]:
-    """A stopped process goes on for a moment, each thread until it is interrupted."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
-    return {task.read_text().rpartition(")")[2].split()[0] for task in tasks}
-
-
 def test_a_server_killed_while_it_reads_and_writes_loses_nothing_and_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,8 +283,7 @@ def test_a_server_killed_while_it_reads_and_writes_loses_nothing_and_is_found_ag
             rig.save(rig.fresh(in_bucket=False))
             eventually(lambda: rig.kept == 1)
             assert server.pid is not None
-            os.kill(server.pid, signal.SIGSTOP)  # so that no request is over before the kill
-            eventually(lambda: thread_states(server.pid) == {"T"})
+            stop(server.pid)  # so that no request is over before the kill
             rig.save(saved)
             rig.node.prefetcher.submit([FetchRequest(key_at(wanted), "image", ROWS)])
             eventually(lambda: rig.node.endpoint.places.used >= 2)

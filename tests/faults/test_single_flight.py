@@ -16,7 +16,7 @@ from s3ec.testing.fault_store import Gate
 from tests.faults.embeddings import key_at
 from tests.faults.herd import Herd
 from tests.faults.site import OBJECTS, Site
-from tests.support.waiting import DEADLINE_S
+from tests.support.waiting import DEADLINE_S, stop
 
 pytest.importorskip("torch")
 
@@ -112,7 +112,7 @@ def test_stopped_process_holds_up_the_others_for_their_patience_and_no_longer(
     hold_back(site, gate, times=1)
     stopped = start(herd, site, [number])
     assert gate.reached.wait(DEADLINE_S)
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     other = start(herd, site, [number], patience_s=0.1)
     herd.hear(other, "done")  # it went on without the claim
     assert len(site.gets()) == 2

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from s3ec.testing.fault_store import Gate
 
@@ -25,6 +29,24 @@ def eventually(
     while not condition():
         assert time.monotonic() < end, f"after {deadline_s:.0f} s: {what}"
         time.sleep(pause_s)
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and return once all of its threads have stopped.
+
+    Each thread runs until it is interrupted, which a busy machine does late: a server that was sent
+    SIGSTOP alone may still answer.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: _thread_states(pid) == {"T"}, f"process {pid} stops")
+
+
+def _thread_states(pid: int) -> set[str]:
+    states = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            states.add(task.read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 async def until(condition: Callable[[], object]) -> None:
