@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -42,6 +43,9 @@ _SHOWN = (
     *("status", "namespace", "item_count", "done_before_count"),
     *("encoded_count", "catalogued_count"),
 )
+
+# The last line of a traceback, alone or behind the beginning of a line of vLLM's log.
+_ERROR = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)")
 
 commands = App()
 
@@ -267,6 +271,15 @@ def _print(report: PrecomputeReport, log_file: Path | None) -> None:
     _name("replaced", report.replaced)
     if log_file is not None:
         echo(f"vLLM's output: {log_file}")
+        if report.problem and (cause := _first_error(log_file)):
+            echo(f"the first error there: {safe(cause, limit=500)}")
+
+
+def _first_error(log_file: Path) -> str:
+    """Return the cause, as vLLM's own message only says that its log has one; empty if none."""
+    with open(log_file, errors="replace") as log:
+        found = next(filter(None, map(_ERROR.search, log)), None)
+    return found[1] if found else ""
 
 
 def _name(what: str, items: list[Failure]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from s3ec.corpus import Corpus
+from s3ec.corpus.encoder import Encoded, EncoderError, Picture
 from s3ec.settings import Settings
 from tests.unit.cli.conftest import Cli
 from tests.unit.corpus.test_precompute import FakeEncoder
@@ -87,6 +88,30 @@ def test_last_lines_name_what_failed_what_was_replaced_and_the_log(
     (folder / "b.png").unlink()
     assert cli(*command).stdout.splitlines()[-2] == "replaced: a.png: its file has changed"
     assert cli.json(*command)["log"] is None  # it had nothing to say
+
+
+def test_the_cause_is_quoted_where_the_engine_only_names_its_log(
+    cli: Cli,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    opened: Callable[[Settings], Corpus],
+) -> None:
+    cause = "ValueError: Free memory on device is less than desired"
+
+    class Broken(FakeEncoder):
+        def encode(self, pictures: Iterable[Picture]) -> Iterator[Encoded]:
+            next(iter(pictures))
+            os.write(2, f"(Worker pid=1) ERROR 11-27 [executor.py:953] {cause}\n".encode())
+            os.write(2, b"RuntimeError: initialization failed\n")
+            raise EncoderError("vLLM did not start: See root cause above.")
+            yield
+
+    monkeypatch.setattr(
+        "s3ec.corpus.precompute.VllmEncoder", lambda _, settings, **__: Broken(opened(settings))
+    )
+    (folder / "a.png").write_bytes(b"one")
+    last = cli("precompute", str(folder), "--model", "m", code=1).stdout.splitlines()[-1]
+    assert last == f"the first error there: {cause}"
 
 
 def test_verbose_shows_what_vllm_writes_and_keeps_no_log(
