@@ -105,8 +105,10 @@ def test_all_items_are_told_with_what_the_workers_have_read(tmp_path: Path, log:
     assert run(made, items, {3: "sha256:"}) == [*expected, *unread]
     assert (made.naming, made.is_running) == ("1:abc", True)
     assert sorted(number for _, number in lines(log, "encoded")) == list(range(10))
-    # That of the process that said where it saves is one of them.
-    eventually(lambda: len(lines(log, "closed")) == 3)
+    # All end: of the workers, one may have had no chunk, and have ended before it was ready; and
+    # the process that said where it saves.
+    encoded = {pid for pid, _ in lines(log, "encoded")}
+    eventually(lambda: encoded < {pid for pid, _ in lines(log, "closed")})
 
 
 def test_chunks_of_a_killed_worker_are_done_again_and_no_item_is_missing(
